@@ -8,12 +8,15 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::failed_blocks::FailedBlocks;
 use super::lanes::Lanes;
+use super::live_blocks::LiveBlocks;
 use super::map::{self, Map};
 use super::{BttError, Common, Fault};
 use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
 use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
-use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
+use crate::btt::layout::{
+    FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, PAGE_BYTES, checksum,
+};
 use crate::btt::map_reader::stored_parts;
 use crate::media::{Media, MediaError};
 
@@ -29,6 +32,8 @@ pub(super) struct Arena {
     /// Second slot that the flog uses in addition to slot 0.
     pub(super) second_slot: usize,
     pub(super) source: InfoSource,
+    /// Live blocks of a thin volume. `None` if nothing is ever released.
+    pub(super) live: Option<Box<LiveBlocks>>,
     /// Blocks whose reads have failed.
     failed: FailedBlocks,
     /// Blocks by sector that recovery would store in the map if the arena were writable. `None`
@@ -63,6 +68,8 @@ impl Arena {
             redo(common, &info, &map, &recovery).map_err(BttError::Media)?;
             recovery.redo.clear();
         }
+        let is_writable = damage.is_none() && fault.is_none();
+        let live = is_writable.then(|| count_live(space, &info, &recovery)).flatten();
         let arena = Self {
             number,
             first_sector,
@@ -72,6 +79,7 @@ impl Arena {
             second_slot: recovery.second_slot,
             source,
             failed: FailedBlocks::default(),
+            live: live.map(Box::new),
             unreadable,
             fault: OnceLock::new(),
             info,
@@ -206,6 +214,12 @@ impl Arena {
         })
     }
 
+    /// Records a block whose media has failed.
+    #[cfg(test)]
+    pub(super) fn add_failed(&self, block: u32) {
+        self.failed.add(block);
+    }
+
     fn sector_error(&self, sector: u32) -> BttError {
         BttError::Sector { sector: self.first_sector + u64::from(sector) }
     }
@@ -232,6 +246,16 @@ impl Arena {
             .map(|sector| self.map.word_range(&(sector..sector + 1)));
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
+}
+
+/// Counts the live blocks, if the space of an arena can be released. Sectors smaller than a page are
+/// never discarded. If a part of the map cannot be read, nothing is released.
+fn count_live(space: &impl Media, info: &ArenaInfo, recovery: &Recovery) -> Option<LiveBlocks> {
+    if u64::from(info.sector_bytes) < PAGE_BYTES {
+        return None;
+    }
+    let failed = recovery.lanes.iter().filter(|lane| lane.has_failed).map(|lane| lane.block);
+    LiveBlocks::count(space, info, failed).ok().flatten()
 }
 
 /// Completes the exchanges that a crash interrupted. Stores of a killed process are visible but not

@@ -65,7 +65,7 @@ impl<S: Media> Engine<S> {
     /// - A sector contains data, or an arena is read-only.
     /// - A check of the BTT has findings. A guest may have stored map entries that name a block
     ///   that does not exist, or the same block twice.
-    /// - Sectors are smaller than a page. See [`Engine::discard`] for the reason.
+    /// - Sectors are smaller than a page. See [`Engine::write_zeroes`] for the reason.
     pub fn into_bulk_load(self) -> Result<BulkLoad<S>, Box<Self>> {
         let is_writable = |slot: &ArenaSlot| slot.arena().and_then(Arena::check_writable).is_ok();
         let is_empty = u64::from(self.sector_bytes) >= PAGE_BYTES
@@ -203,7 +203,13 @@ fn publish(
         let end = (sectors.start / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS);
         let line = mem::replace(&mut sectors.start, end.min(sectors.end))..end.min(sectors.end);
         let locked = common.locks.lock(arena.map.word_range(&line));
-        let named = |_, entry: u32| map::written_entry(entry & MAP_BLOCK);
+        let named = |_, entry: u32| {
+            let block = entry & MAP_BLOCK;
+            if let Some(live) = &arena.live {
+                live.add(block);
+            }
+            map::written_entry(block)
+        };
         arena.map.change(&common.space, line, &locked, named)?;
     }
     Ok(())

@@ -5,8 +5,8 @@
 use std::cell::Cell;
 pub(super) use std::cell::UnsafeCell;
 pub(super) use std::hint::spin_loop;
-use std::sync::atomic::compiler_fence;
 pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{compiler_fence, fence};
 pub(super) use std::thread::yield_now;
 use std::time::Duration;
 
@@ -58,6 +58,11 @@ pub(super) fn fence_after_locked() {
 #[inline]
 pub(super) fn writer_fence_after_locked() {
     fence_after_locked();
+}
+
+/// Full barrier of a release, between its change of the media and its check of the readers.
+pub(super) fn release_fence() {
+    fence(Ordering::SeqCst);
 }
 
 /// Sleeps while a word has the given value, until the thread is woken or `at_most` has passed. May

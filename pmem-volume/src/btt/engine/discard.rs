@@ -4,14 +4,18 @@
 //! the sector already reads as zeros, and a discard leaves it unchanged. Otherwise, the discard of
 //! a whole volume, which `mkfs` programs perform, would allocate space for its map.
 //!
-//! The sectors that need no change are found without a lock. If another thread writes such a sector
-//! in the meantime, the discard precedes that write. If the block of an unwritten sector is a hole
-//! later, it was also a hole when the entry was read, because an open volume gets no new holes.
+//! The sectors that need no change are found without a lock on the map. If another thread writes
+//! such a sector in the meantime, the discard precedes that write. If the block of an unwritten
+//! sector is a hole later, it was also a hole when the entry was read, because no space is released
+//! during a discard.
 
 use std::mem;
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::arena::Arena;
+use super::live_blocks::LiveBlocks;
 use super::map::{self, LINE_SECTORS};
 use super::{BttError, Common};
 use crate::btt::map_reader::{MapReader, next_unwritten, stored_parts};
@@ -26,6 +30,7 @@ impl Arena {
         common: &Common<impl Media>,
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, BttError> {
+        let _prevented = self.live.as_deref().map(LiveBlocks::prevent_release);
         let failed = self.store_discarded(common, sectors.clone());
         // If the pool was full, the entries that were changed before must be durable too.
         if matches!(failed, Ok(_) | Err(BttError::Full(_))) {
@@ -77,16 +82,23 @@ impl Arena {
                 (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
             let locked = common.locks.lock(self.map.word_range(&(first..end)));
             let before = failed.len();
+            let mut replaced = SmallVec::<[(u32, u32); LINE_SECTORS as usize]>::new();
             for sector in first..end {
                 // No entry in the line has been stored yet.
                 let entry = self.map.entry(space, sector).map_err(BttError::Media)?;
-                failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
+                match self.has_failed(sector, entry) {
+                    true => failed.push(sector),
+                    false => replaced.push((sector, entry)),
+                }
             }
             let discarded = |sector, entry| match failed[before..].contains(&sector) {
                 true => entry,
                 false => map::discarded_entry(sector, entry),
             };
             self.latch(self.map.change(space, first..end, &locked, discarded))?;
+            if let Some(live) = &self.live {
+                replaced.iter().for_each(|(sector, entry)| live.discard(*sector, *entry));
+            }
             first = end;
         }
         Ok(failed)
@@ -117,6 +129,7 @@ impl Arena {
         while let Some(piece) = reader.read_next() {
             let piece = piece.map_err(BttError::Media)?;
             if piece.is_hole() {
+                // A change would allocate space for the map.
                 self.add_nonzero(space, piece.sectors(), &mut add)?;
                 continue;
             }
@@ -165,9 +178,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Calls `add` with the unwritten sectors in a hole of the map whose blocks contain data. The
-    /// blocks are read, because a change would allocate space for the map.
-    fn add_nonzero(
+    /// Calls `add` with those of the given unwritten sectors whose blocks contain data. The blocks
+    /// are read.
+    pub(super) fn add_nonzero(
         &self,
         space: &impl Media,
         sectors: Range<u32>,

@@ -4,16 +4,17 @@
 //! exchanged together and share the barriers:
 //!
 //! 1. Take lanes whose free blocks are not being read.
-//! 2. Lock the lines of the map. Allocate space for the free blocks and for the map words of the
-//!    sectors, because a thin volume may lack it. (The flog has space.) Store the first halves of
-//!    the flog entries (the sector and its current block), and store the data to the free blocks.
-//!    **Persist** both. Also persist the map words of the sectors, and the map words that the lanes
-//!    changed last. (The data is stored after the lock is taken, because a locked instruction waits
+//! 2. Lock the lines of the map. In a thin volume, count the free blocks as live, so that their
+//!    space is not released ([`live_blocks`](super::live_blocks)). Allocate space for the free
+//!    blocks and for the map words of the sectors, because a thin volume may lack it. (The flog has
+//!    space.) Store the first halves of the flog entries (the sector and its current block), and
+//!    store the data to the free blocks. **Persist** both. Also persist the map words of the
+//!    sectors, and the map words that the lanes changed last. (The data is stored after the lock is taken, because a locked instruction waits
 //!    until earlier stores have left the CPU. The following fence waits for them anyway.)
 //! 3. Store the second halves (the new block and the sequence number). Each of them commits the
 //!    exchange of its sector. **Persist** them.
-//! 4. Store the words of the map. From here on, other threads read the new sectors. Unlock the
-//!    lines.
+//! 4. Store the words of the map. From here on, other threads read the new sectors, and the old
+//!    blocks are not live any more. Unlock the lines.
 //!
 //! Reasons for this order:
 //!
@@ -45,11 +46,12 @@ use std::ops::Range;
 
 use super::arena::Arena;
 use super::lanes::{LaneGuard, LaneGuards};
+use super::live_blocks::LiveBlocks;
 use super::map::{self, LockedLines};
 use super::{BttError, Common};
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
-use crate::btt::layout::MAP_ERROR;
+use crate::btt::layout::{MAP_BLOCK, MAP_ERROR};
 use crate::media::{Media, MediaError, Pending};
 
 /// Maximum number of sectors in an exchange: a quarter of the lanes, so that four threads can write
@@ -157,13 +159,32 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
         // still contains the entry of that exchange.
         arena.check_writable()?;
         let locked = locks.lock(arena.map.word_range(&self.sectors()));
-        self.provision(&locked)?;
-        self.read_old_blocks()?;
+        self.count_new_blocks();
+        let prepared = self.provision(&locked).and_then(|()| self.read_old_blocks());
+        if let Err(error) = prepared {
+            self.discount_new_blocks();
+            return Err(error);
+        }
         let mut pending = Pending::default();
         let stored = self.store_log(bytes, &mut pending);
         arena.latch(stored.and_then(|()| space.end_persist(&pending)))?;
         self.locked = Some(locked);
         Ok(())
+    }
+
+    /// Counts the free blocks as live, so that their space is not released.
+    #[inline]
+    fn count_new_blocks(&self) {
+        if let Some(live) = &self.arena.live {
+            self.lanes.as_ref().iter().for_each(|guard| live.add(guard.block));
+        }
+    }
+
+    #[cold]
+    fn discount_new_blocks(&self) {
+        if let Some(live) = &self.arena.live {
+            self.lanes.as_ref().iter().for_each(|guard| live.remove(guard.block));
+        }
     }
 
     /// Allocates space for the map words, which are locked, and for the data. Takes no instructions
@@ -191,6 +212,7 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
                 return Err(arena.mark_damaged(space, Finding::MapRange { sector, block, bound }));
             }
             guard.old = if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block };
+            guard.is_old_live = map::is_live(entry);
         }
         Ok(())
     }
@@ -252,11 +274,26 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
             &locked,
             new,
         ))?;
+        if let Some(live) = &self.arena.live {
+            self.lanes.as_ref().iter().for_each(|guard| discount_old_block(live, guard));
+        }
         for (sector, guard) in (first..).zip(self.lanes.as_mut()) {
             let old = guard.old;
             guard.advance(self.arena.second_slot, sector, old);
         }
         Ok(())
+    }
+}
+
+/// Removes the replaced block of a sector from the counts of live blocks. A failed block is counted
+/// forever, because erasing its space would fail.
+#[inline]
+fn discount_old_block(live: &LiveBlocks, guard: &LaneGuard<'_>) {
+    let has_failed = guard.old & MAP_ERROR != 0;
+    match guard.is_old_live {
+        true if !has_failed => live.remove(guard.old),
+        false if has_failed => live.add(guard.old & MAP_BLOCK),
+        _ => {}
     }
 }
 

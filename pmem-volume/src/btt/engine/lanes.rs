@@ -33,6 +33,8 @@ pub(super) struct LaneGuard<'a> {
     /// Old block of the sector in the current exchange, in the encoding of the flog. The lane
     /// receives this block.
     pub(super) old: u32,
+    /// True if the old block is counted as live.
+    pub(super) is_old_live: bool,
 }
 
 thread_local! {
@@ -133,7 +135,7 @@ impl Lanes {
 impl<'a> LaneGuard<'a> {
     #[inline]
     fn new(lane: LockGuard<'a, Lane>) -> Self {
-        Self { lane, old: 0 }
+        Self { lane, old: 0, is_old_live: false }
     }
 }
 

@@ -22,7 +22,7 @@ const LOCKED: u32 = 1;
 const CONTENDED: u32 = 2;
 
 /// Maximum sleep of a thread whose mark was missed.
-const MAX_SLEEP: Duration = Duration::from_millis(1);
+pub(super) const MAX_SLEEP: Duration = Duration::from_millis(1);
 
 /// Value that only one thread at a time can access.
 pub(super) struct Lock<T> {

@@ -152,6 +152,12 @@ pub(super) fn discarded_entry(sector: u32, entry: u32) -> u32 {
     if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
 }
 
+/// Returns true if the entry names a block whose content matters, or is lost.
+#[inline]
+pub(super) fn is_live(entry: u32) -> bool {
+    entry & MAP_ERROR != 0
+}
+
 /// Returns true if the sector was never written, and no discard changed its entry.
 pub(super) fn is_unwritten(entry: u32) -> bool {
     entry & (MAP_ERROR | MAP_ZERO) == 0

@@ -8,6 +8,8 @@
 //!   with different lanes ([`lanes`]) share nothing. Releasing a lock ([`lock`]) does not wait for
 //!   pending stores.
 //! - [`discard`]: discards, which leave unwritten sectors unchanged if possible.
+//! - [`live_blocks`], [`release`]: a discard in a thin volume releases space without live blocks, as
+//!   far as the budget allows ([`release_budget`]).
 //! - [`arena`]: recovery at open, reading, and handling of damage.
 //!
 //! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),
@@ -36,13 +38,18 @@ mod discard;
 mod exchange;
 mod failed_blocks;
 mod lanes;
+mod live_blocks;
 mod lock;
 mod map;
 mod readers;
+mod release;
+mod release_budget;
 #[cfg(test)]
 mod tests;
 
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
 
 use thiserror::Error;
 use uuid::Uuid;
@@ -51,6 +58,7 @@ use self::arena::Arena;
 pub use self::bulk_load::BulkLoad;
 use self::map::{LOCKS, LineLocks};
 use self::readers::{Readers, SLOTS};
+use self::release_budget::ReleaseBudget;
 use super::arena::{InfoError, InfoSource};
 use super::arena_walk::{self, MissingArena, arenas};
 use super::check::Finding;
@@ -76,6 +84,9 @@ struct Common<S> {
     space: S,
     locks: LineLocks,
     readers: Readers,
+    /// Budget for releases, and the start of its time.
+    budget: Mutex<ReleaseBudget>,
+    epoch: Instant,
 }
 
 /// Arena of the volume, which may be missing.
@@ -126,8 +137,12 @@ impl<S: Media> Engine<S> {
     /// Opens the BTT in `space`, which must not be open elsewhere, and recovers it. Damage is
     /// reported by [`Engine::arenas`], and by operations that it affects.
     pub fn open(space: S) -> Result<Self, BttError> {
-        let common = Common { space, locks: LineLocks::new(LOCKS), readers: Readers::new(SLOTS) };
-        let mut engine = Self { common, sector_bytes: 0, sectors: 0, arena_slots: Vec::new() };
+        let mut engine = Self {
+            common: Common::new(space),
+            sector_bytes: 0,
+            sectors: 0,
+            arena_slots: Vec::new(),
+        };
         let found = arenas(&engine.common.space);
         engine.sector_bytes = Self::check(&found)?;
         found.into_iter().try_for_each(|arena| engine.open_next(arena))?;
@@ -240,13 +255,21 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
+    /// Makes sectors read as zeros, like [`Engine::write_zeroes`]. Then releases space of a thin
+    /// volume that contains no data any more, durably. Space whose last data was overwritten
+    /// earlier is released too.
+    pub fn discard(&self, sectors: Range<u64>) -> Result<(), BttError> {
+        self.write_zeroes(sectors.clone())?;
+        self.parts(sectors).try_for_each(|(arena, _)| arena?.release_unused(&self.common))
+    }
+
     /// Makes sectors read as zeros, durably, by setting a flag in their map entries. The sectors
     /// keep their blocks. Sectors that were never written are unchanged if their blocks are holes.
     ///
     /// Sectors smaller than a page are written instead. The Linux driver reads several of them into
     /// one page. At an entry for zeros, it stops and reports success (drivers/nvdimm/btt.c,
     /// btt_read_pg), so it would skip the following sectors.
-    pub fn discard(&self, sectors: Range<u64>) -> Result<(), BttError> {
+    pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), BttError> {
         for (arena, sectors) in self.parts(self.inside(sectors)?) {
             let arena = arena?;
             if u64::from(self.sector_bytes) < PAGE_BYTES {
@@ -274,11 +297,6 @@ impl<S: Media> Engine<S> {
             rest.start += count;
         }
         Ok(())
-    }
-
-    /// Makes sectors read as zeros, durably, by discarding them, which is the fastest way.
-    pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), BttError> {
-        self.discard(sectors)
     }
 
     /// Returns when all earlier writes are durable, as far as the media supports it. Each write was
@@ -354,6 +372,23 @@ impl<S: Media> Engine<S> {
             rest.start = end;
             Some((slot.arena(), part))
         })
+    }
+}
+
+impl<S: Media> Common<S> {
+    fn new(space: S) -> Self {
+        let units = space.release_unit_bytes().map_or(0, |unit| space.len_bytes() / unit);
+        Self {
+            space,
+            locks: LineLocks::new(LOCKS),
+            readers: Readers::new(SLOTS),
+            budget: Mutex::new(ReleaseBudget::new(units)),
+            epoch: Instant::now(),
+        }
+    }
+
+    fn locked_budget(&self) -> MutexGuard<'_, ReleaseBudget> {
+        self.budget.lock().expect("no code panics while holding the budget")
     }
 }
 

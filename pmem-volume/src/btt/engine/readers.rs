@@ -8,6 +8,8 @@
 //! announcement and takes another lane. Neither waits for the other. `tests/order.rs` tries all
 //! orders, and omits each of the steps in turn.
 
+use std::ops::Range;
+
 use super::cpu::{self, AtomicU64, AtomicUsize, Ordering};
 
 /// Maximum number of threads that can read concurrently. Further threads wait until one of them has
@@ -88,6 +90,14 @@ impl Readers {
                 }
             }
         }
+    }
+
+    /// Returns true if a block in a range of offsets is being read. If not, no read begins until the
+    /// map names such a block again, or the reader finds what the caller stored before the call.
+    pub(super) fn is_announced(&self, range: Range<u64>) -> bool {
+        cpu::release_fence();
+        let used = &self.slots[..self.used.load(Ordering::SeqCst)];
+        used.iter().any(|slot| range.contains(&slot.0.load(Ordering::Acquire)))
     }
 
     /// Returns the announcements, for checking blocks that the map no longer named before the call.

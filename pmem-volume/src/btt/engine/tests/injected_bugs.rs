@@ -76,6 +76,18 @@ fn space_that_is_not_durable_before_its_use_is_detected() {
 }
 
 #[test]
+fn space_with_another_owner_before_its_release_is_durable_is_detected() {
+    let error = must_be_detected(crash_with_holes, InjectedBug::Release);
+    assert!(error.contains("is none of"), "{error}");
+}
+
+#[test]
+fn counts_of_live_blocks_that_lack_new_blocks_are_detected() {
+    let error = must_be_detected(crash_with_holes, InjectedBug::UncountedBlocks);
+    assert!(error.contains("[0, 0"), "{error}");
+}
+
+#[test]
 fn wrong_orders_on_media_with_holes_are_detected() {
     for bug in [InjectedBug::Data, InjectedBug::MapBeforeFlog, InjectedBug::LaneReused] {
         must_be_detected(crash_with_holes, bug);

@@ -1,5 +1,8 @@
 //! Engine sources compiled with the memory model of loom instead of the real CPU.
 
+#[path = "../live_blocks.rs"]
+#[allow(clippy::duplicate_mod, dead_code, reason = "see below")]
+mod live_blocks;
 #[path = "../lock.rs"]
 #[allow(clippy::duplicate_mod, dead_code, reason = "see below")]
 mod lock;
@@ -70,8 +73,12 @@ mod cpu {
         WritersFence,
         /// Second check of the map by a reader.
         SecondMapRead,
+        /// Barrier of a release between its change of the media and its check of the readers.
+        ReleaseFence,
         /// Check of the readers by a writer.
         AnnouncementCheck,
+        /// Count of a writer's block before its space is looked up.
+        BlockCount,
         /// Lock of a map line.
         LineLock,
         /// Release ordering of the lock. Without it, the next holder need not see accesses made
@@ -96,6 +103,12 @@ mod cpu {
     /// guarantees than those of the CPU.
     pub(super) fn fence_after_locked() {
         if OMITTED_STEP.get() != OmittedStep::ReadersFence {
+            atomic::fence(Ordering::SeqCst);
+        }
+    }
+
+    pub(super) fn release_fence() {
+        if OMITTED_STEP.get() != OmittedStep::ReleaseFence {
             atomic::fence(Ordering::SeqCst);
         }
     }

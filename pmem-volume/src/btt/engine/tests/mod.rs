@@ -11,6 +11,7 @@ mod missing_arenas;
 mod model;
 mod out_of_space;
 mod readers;
+mod release;
 mod script;
 mod sparse_volume;
 mod threads;

@@ -17,9 +17,11 @@ use loom::thread;
 
 use super::super::*;
 use super::cpu::{self, OmittedStep};
+use super::live_blocks::LiveBlocks;
 use super::lock::Lock;
 use super::map::{LineLocks, Map};
 use super::readers::Readers;
+use crate::btt::arena::ArenaInfo;
 use crate::media::{Durability, Media, MediaError};
 
 const CHILD: &str = "FORESHORE_TEST_CHILD";
@@ -127,6 +129,129 @@ fn omission_of_any_step_between_readers_and_writers_is_detected() {
             let found = read_while_written(omitted).expect_err(&format!("{omitted:?}"));
             assert!(found.contains("torn"), "{omitted:?}: {found}");
         }
+    });
+}
+
+/// Word that a new owner stores in released space.
+const OF_OTHER_OWNER: u64 = 99;
+
+/// Unit of space that is released while it is in use. Its chunk contains a single word.
+struct Unit {
+    /// 1 if the map names the block in the unit, or 0 if the sector was discarded.
+    map: AtomicU64,
+    /// Chunk of the unit: 1, 2, or 0 for a hole.
+    chunk: AtomicU64,
+    words: [AtomicU64; 2],
+    readers: Readers,
+    live: LiveBlocks,
+}
+
+impl Unit {
+    fn new(info: &ArenaInfo) -> Self {
+        let live = LiveBlocks::new(info, UNIT_BYTES);
+        // Creates the count. Loom would detect its concurrent creation as an access.
+        live.add(0);
+        live.remove(0);
+        assert_eq!(live.take_queued(1), [0]);
+        Self {
+            map: AtomicU64::new(1),
+            chunk: AtomicU64::new(1),
+            words: [AtomicU64::new(7), AtomicU64::new(0)],
+            readers: Readers::new(2),
+            live,
+        }
+    }
+
+    fn word(&self, chunk: u64) -> &AtomicU64 {
+        &self.words[chunk as usize - 1]
+    }
+
+    /// Discards the sector, and releases the unit unless its block is live or being read.
+    fn discard_and_release(&self) {
+        self.map.store(0, Ordering::Release);
+        if !self.live.claim(0) {
+            return;
+        }
+        let chunk = self.chunk.swap(0, Ordering::SeqCst);
+        let is_read = self.readers.is_announced(1..2)
+            && cpu::OMITTED_STEP.get() != OmittedStep::AnnouncementCheck;
+        if is_read {
+            self.chunk.store(chunk, Ordering::Release);
+        } else {
+            self.word(chunk).store(OF_OTHER_OWNER, Ordering::Relaxed);
+        }
+        self.live.end_release(0, true);
+    }
+
+    fn read(&self) {
+        let find = || {
+            Ok::<_, ()>(match self.map.load(Ordering::Acquire) {
+                0 => None,
+                block => Some(block),
+            })
+        };
+        let Some((_, _announcement)) = self.readers.announce_found(find).unwrap() else { return };
+        let word = match self.chunk.load(Ordering::Acquire) {
+            0 => 0,
+            chunk => self.word(chunk).load(Ordering::Relaxed),
+        };
+        assert!(word == 0 || word == 7, "released space was read");
+    }
+
+    /// Writes to a block in the unit, and allocates space for it if necessary.
+    fn write(&self) {
+        if cpu::OMITTED_STEP.get() != OmittedStep::BlockCount {
+            self.live.add(0);
+        }
+        if self.chunk.load(Ordering::Acquire) == 0 {
+            self.chunk.store(2, Ordering::Release);
+        }
+        let chunk = self.chunk.load(Ordering::Acquire);
+        assert_ne!(chunk, 0, "the space was released");
+        self.word(chunk).store(8, Ordering::Release);
+    }
+}
+
+/// Size of the unit, which is also that of its only block.
+const UNIT_BYTES: u64 = 4096;
+
+fn release_while_used(omitted: OmittedStep, other: fn(&Unit)) -> Result<(), String> {
+    let media = formatted(4096);
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+    let info = ArenaInfo { blocks: 1, ..info };
+    every_order(omitted, move || {
+        let unit = Arc::new(Unit::new(&info));
+        let shared = Arc::clone(&unit);
+        let user = thread::spawn(move || other(&shared));
+        unit.discard_and_release();
+        user.join().unwrap();
+    })
+}
+
+#[test]
+fn reader_never_sees_released_space() {
+    in_own_process("reader_never_sees_released_space", || {
+        release_while_used(OmittedStep::Nothing, Unit::read).unwrap();
+        use OmittedStep::{AnnouncementCheck, ReadersFence, ReleaseFence};
+        for omitted in [ReadersFence, ReleaseFence, AnnouncementCheck] {
+            let found = release_while_used(omitted, Unit::read).expect_err(&format!("{omitted:?}"));
+            assert!(found.contains("released space"), "{omitted:?}: {found}");
+        }
+    });
+}
+
+#[test]
+fn writer_never_stores_to_released_space() {
+    fn write(unit: &Unit) {
+        unit.write();
+        let chunk = unit.chunk.load(Ordering::Acquire);
+        let is_stored = chunk != 0 && unit.word(chunk).load(Ordering::Relaxed) == 8;
+        assert!(is_stored, "the space was released");
+    }
+    in_own_process("writer_never_stores_to_released_space", || {
+        release_while_used(OmittedStep::Nothing, write).unwrap();
+        let found = release_while_used(OmittedStep::BlockCount, write).unwrap_err();
+        assert!(found.contains("the space was released"), "{found}");
     });
 }
 

@@ -1,4 +1,5 @@
-//! Random operations in a pool that runs out of space, at each possible allocation.
+//! Random operations in a pool that runs out of space, at each possible allocation. Discards release
+//! space.
 
 use std::sync::Mutex;
 
@@ -71,6 +72,18 @@ impl Media for Reordered<'_> {
             }
             _ => self.thin.provision(range),
         }
+    }
+
+    fn release_unit_bytes(&self) -> Option<u64> {
+        self.thin.release_unit_bytes()
+    }
+
+    fn release(
+        &self,
+        units: &[Range<u64>],
+        is_read: &dyn Fn(&Range<u64>) -> bool,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        self.thin.release(units, is_read)
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {

@@ -13,7 +13,7 @@ use super::super::map::{LINE_SECTORS, written_entry};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
-use crate::btt::layout::PAGE_BYTES;
+use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::thin::ThinMedia;
 use crate::media::{Durability, Media, MediaError, Pending};
@@ -68,6 +68,10 @@ pub(super) enum InjectedBug {
     LoadZeros,
     /// Space is used before its allocation is durable.
     Space,
+    /// Space has another owner before its release is durable.
+    Release,
+    /// The counts of live blocks lack the new blocks of exchanges.
+    UncountedBlocks,
 }
 
 /// Persist that has begun for a range. Like a CPU, it writes back the current content of the cache
@@ -158,6 +162,7 @@ impl Recorded {
                     || of(InjectedBug::MapBeforeFlog, Self::in_flog)
                     || of(InjectedBug::Discard, Self::in_map)
                     || of(InjectedBug::Space, |_, range| range.start >= VOLUME_BYTES)
+                    || of(InjectedBug::Release, Self::is_release)
             }
             false => {
                 of(InjectedBug::RecoveredFlog, Self::in_flog)
@@ -183,6 +188,11 @@ impl Recorded {
             && words.all(is_zero_entry)
     }
 
+    /// Returns true if the range is the word of a chunk that has become a hole.
+    fn is_release(&self, range: &Range<u64>) -> bool {
+        range.start >= VOLUME_BYTES && Media::load_word(&self.media, range.start).unwrap() == 0
+    }
+
     fn in_map(&self, range: &Range<u64>) -> bool {
         self.map.start <= range.start && range.start < self.map.end
     }
@@ -203,6 +213,10 @@ impl Media for Recorded {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.media.read(offset_bytes, into)
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        self.media.next_data(range)
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
@@ -312,17 +326,20 @@ pub(super) fn new_media() -> Simulator {
     media
 }
 
-/// Creates media with holes for [`thin`], with a small arena. Space is allocated in pages.
+/// Unit in which media with holes gets and releases space. It contains a few blocks.
+const UNIT_BYTES: u64 = 4 * PAGE_BYTES;
+
+/// Creates media with holes for [`thin`], with a small arena.
 pub(super) fn new_media_with_holes() -> Simulator {
-    let size_bytes = ThinMedia::<Simulator>::wrapped_bytes(VOLUME_BYTES, PAGE_BYTES);
+    let size_bytes = ThinMedia::<Simulator>::wrapped_bytes(VOLUME_BYTES, UNIT_BYTES);
     let media = Simulator::new(size_bytes);
-    format_small(&ThinMedia::new(&media, VOLUME_BYTES, PAGE_BYTES), SECTORS, LANES);
+    format_small(&ThinMedia::new(&media, VOLUME_BYTES, UNIT_BYTES), SECTORS, LANES);
     media
 }
 
-/// Opens media with holes. A store into a hole panics.
+/// Opens media with holes. A store into a hole panics, and another owner uses released space.
 pub(super) fn thin<M: Media>(media: M) -> ThinMedia<M> {
-    ThinMedia::new(media, VOLUME_BYTES, PAGE_BYTES).strict()
+    ThinMedia::new(media, VOLUME_BYTES, UNIT_BYTES).strict().with_reuse()
 }
 
 /// Exchange in progress, or a discard that is not durable yet.
@@ -451,6 +468,7 @@ impl<'a, S: Media> Script<'a, S> {
             let arena = self.engine.arena_slots[0].arena().unwrap();
             arena.persist_discarded(&self.engine.common.space, &sectors).unwrap();
             self.update_oracle(&sectors, |versions| versions.end(version));
+            arena.release_unused(&self.engine.common).unwrap();
             return;
         };
         match active.steps {
@@ -463,13 +481,25 @@ impl<'a, S: Media> Script<'a, S> {
             _ => {
                 active.exchange.take().unwrap().publish().unwrap();
                 let Active { sectors, version, .. } = self.active[writer].take().unwrap();
+                if self.recorded.bug == InjectedBug::UncountedBlocks {
+                    self.forget_blocks(&sectors);
+                }
                 self.update_oracle(&sectors, |versions| versions.end(version));
             }
         }
     }
 
+    /// Removes the blocks of sectors from the counts of live blocks.
+    fn forget_blocks(&self, sectors: &Range<u32>) {
+        let arena = self.engine.arena_slots[0].arena().unwrap();
+        for sector in sectors.clone() {
+            let entry = arena.map.entry(&self.engine.common.space, sector).unwrap();
+            arena.live.as_ref().unwrap().remove(entry & MAP_BLOCK);
+        }
+    }
+
     /// Performs the first step of a discard unless it would block. The second step makes the
-    /// discard durable.
+    /// discard durable, and releases space.
     pub(super) fn discard(&mut self, writer: usize, sectors: Range<u32>) {
         if self.is_locked(&sectors) {
             return;
@@ -592,7 +622,7 @@ impl Oracle {
         match Media::len_bytes(image) {
             VOLUME_BYTES => self.verify_media(image),
             _ => {
-                let media = ThinMedia::new(image, VOLUME_BYTES, PAGE_BYTES);
+                let media = ThinMedia::new(image, VOLUME_BYTES, UNIT_BYTES);
                 let before = media.allocated();
                 let found = self.verify_media(&media)?;
                 match media.allocated() == before {

@@ -19,7 +19,7 @@ fn small(sectors: u32, lanes: u32) -> MemoryMedia {
 const DISCARDED: u64 = u64::MAX;
 
 /// Returns the version of a sector, or `None` if the sector is torn.
-fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
+pub(super) fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     if bytes.iter().all(|byte| *byte == 0) {
         return Some(DISCARDED);
     }
