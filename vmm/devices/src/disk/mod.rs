@@ -101,6 +101,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Bytes of a pool that discards have given back. `None` if the disk is not in a pool.
+    fn released_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Number of BTT arenas that refuse writes because of an error.
     fn read_only_arenas(&self) -> usize {
         0

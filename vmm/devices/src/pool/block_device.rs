@@ -46,8 +46,8 @@ impl BlockDevice for Engine<Volume> {
             physical_block_bytes: block_bytes.max(PAGE_BYTES),
             read_only: false,
             discard: true,
-            // A discarded sector keeps its block, and a thin volume keeps its chunks.
-            unmap: false,
+            // A discard gives back chunks of a thin volume.
+            unmap: self.space().info().thin,
         }
     }
 
@@ -75,9 +75,13 @@ impl BlockDevice for Engine<Volume> {
         Engine::discard(self, sectors_of(self, range)).map_err(io_error)
     }
 
-    /// The sectors keep their blocks, whether or not the driver allows deallocation.
-    fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
-        BlockDevice::discard(self, range)
+    fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
+        match unmap {
+            Unmap::Allowed => BlockDevice::discard(self, range),
+            Unmap::Forbidden => {
+                Engine::write_zeroes(self, sectors_of(self, range)).map_err(io_error)
+            }
+        }
     }
 
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
@@ -86,6 +90,10 @@ impl BlockDevice for Engine<Volume> {
 
     fn allocated_bytes(&self) -> Option<u64> {
         Some(self.space().allocated_bytes())
+    }
+
+    fn released_bytes(&self) -> Option<u64> {
+        Some(self.space().released_bytes())
     }
 
     fn read_only_arenas(&self) -> usize {

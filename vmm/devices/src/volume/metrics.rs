@@ -6,6 +6,8 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use prometheus_client::registry::Unit;
+
 use super::build::Allocated;
 use crate::disk::BlockDevice;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
@@ -103,6 +105,14 @@ impl VolumeMetrics {
         }
     }
 
+    /// Returns the bytes that discards have given back. `None` if the guest cannot discard.
+    fn released_bytes(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.released_bytes(),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => {
@@ -121,9 +131,12 @@ impl Expose for VolumeMetrics {
         let labels = self.labels();
         let help = "Size of the volume as the guest sees it.";
         out.bytes("volume_size", help, [(labels.clone(), self.size_bytes)]);
-        let help = "Bytes of the pool that the volume occupies; a thin volume gets more when it is written.";
+        let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
         let allocated = self.allocated.bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);
+        let help = "Bytes of a thin volume that discards gave back to the pool.";
+        let released = Family("volume_released", help, Some(Unit::Bytes));
+        out.counters(released, self.released_bytes().map(|bytes| (labels.clone(), bytes)));
         let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));
         out.counters(Family("volume_flushes", "Flushes requested by the guest.", None), flushes);
         let failed = Family("volume_failed", "1 when a flush of the volume has failed.", None);

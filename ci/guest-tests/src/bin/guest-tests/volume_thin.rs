@@ -1,4 +1,5 @@
-//! Tests of thin volumes. Only the first write of the guest to a chunk allocates it.
+//! Tests of thin volumes. Only the first write of the guest to a chunk allocates it, and discards
+//! give chunks back.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
@@ -14,6 +15,7 @@ guest_tests::tests![
     only_writes_allocate_chunks_of_a_thin_volume: 300 x 2,
     only_writes_allocate_chunks_of_a_thin_volume_on_6_1: 300 (long) on [V6_1] x 2 =>
         only_writes_allocate_chunks_of_a_thin_volume(),
+    fstrim_returns_the_chunks_of_deleted_files: 300 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     writes_erase_chunks_that_a_thin_volume_needs: 300 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
@@ -66,6 +68,42 @@ fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     let info = pool.info()?;
     ensure!(info["promised_bytes"] == 96 * MIB, "{info}");
     ensure!(info["volume_bytes"] == again, "{info}");
+    Ok(())
+}
+
+fn fstrim_returns_the_chunks_of_deleted_files() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && \
+         dd if=/dev/urandom of=/mnt/t/keep bs=1M count=2 && sync && sha256sum /mnt/t/keep > /tmp/sum",
+    )?;
+    let empty = allocated_bytes(&guest)?;
+    for round in 1..=2 {
+        guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/t/file bs=1M count=48 && sync")?;
+        let full = allocated_bytes(&guest)?;
+        ensure!(full >= empty + 40 * MIB, "Round {round}: {empty} bytes grew only to {full}");
+        guest.run_within(IO_LIMIT, "rm /mnt/t/file && sync && fstrim /mnt/t")?;
+        let trimmed = allocated_bytes(&guest)?;
+        // Chunks that contain a part of the metadata or of the other file stay.
+        ensure!(trimmed <= empty + 12 * MIB, "Round {round}: {full} bytes fell only to {trimmed}");
+        let labels = [("volume", "data"), ("interface", "virtio-blk")];
+        let released = guest.metric("foreshore_volume_released_bytes_total", &labels)?;
+        ensure!(released >= (full - trimmed) as f64, "{released} bytes were released");
+    }
+    guest.run_within(
+        IO_LIMIT,
+        "umount /mnt/t && e2fsck -fn /dev/vda && mount -t ext4 /dev/vda /mnt/t && \
+         sha256sum -c /tmp/sum",
+    )?;
+    let before_kill = allocated_bytes(&guest)?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check()?;
+    let info = pool.info()?;
+    ensure!(info["volume_bytes"].as_u64() >= Some(before_kill), "{info}");
+    ensure!(info["promised_bytes"] == 96 * MIB, "{info}");
     Ok(())
 }
 

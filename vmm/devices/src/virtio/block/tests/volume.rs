@@ -50,6 +50,42 @@ fn volume_retains_written_data_as_a_disk() {
     assert_eq!(disk().read(16, 32 << 10), Ok(expected));
 }
 
+/// Sends a request for a range of 512-byte sectors.
+fn erase(rig: &mut Rig, kind: u32, sectors: std::ops::Range<u64>, flags: u32) -> (u8, u32) {
+    let count = (sectors.end - sectors.start) as u32;
+    let words = [&sectors.start.to_le_bytes()[..], &count.to_le_bytes(), &flags.to_le_bytes()];
+    rig.driver.write(DATA, &words.concat());
+    rig.request(kind, 0, &[Buffer::Out(DATA, 16)])
+}
+
+/// The driver must allow zeroing to deallocate (virtio 1.3, 5.2.6).
+#[test]
+fn thin_volume_releases_chunks_only_if_the_driver_allows_it() {
+    let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+    let pool = new_pool(&folder);
+    let thin = VolumeOptions { thin: true, ..VolumeOptions::thick(20 * MIB, VolumeFormat::Btt) };
+    pool.create_volume("thin", thin).unwrap();
+    let device = |name| pool.open_volume(name).unwrap().into_disk().unwrap().device;
+    assert!(!device("data").geometry().unmap);
+    let device = device("thin");
+    assert!(device.geometry().unmap);
+    let mut rig = Rig::new(device.clone());
+    let [zeroes, unmap] = [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP];
+    let mut released = 0;
+    for (kind, flags) in [(zeroes, 0), (zeroes, unmap), (VIRTIO_BLK_T_DISCARD, 0)] {
+        for at in (0..8 * MIB).step_by(64 << 10) {
+            device.write(at, &vec![7; 64 << 10]).unwrap();
+        }
+        let full = device.allocated_bytes().unwrap();
+        assert_eq!(erase(&mut rig, kind, 0..8 * MIB / 512, flags), (OK, 1));
+        let now = device.allocated_bytes().unwrap();
+        assert_eq!(now < full, (kind, flags) != (zeroes, 0), "{kind} {flags}: {full} became {now}");
+        assert_eq!(rig.read(MIB / 512, 4096), Ok(vec![0; 4096]));
+        released += full - now;
+        assert_eq!(device.released_bytes(), Some(released));
+    }
+}
+
 #[test]
 fn failed_write_is_an_error_and_failed_flush_is_recorded() {
     let device = Arc::new(Fake::with(64 * 4096, Geometry { block_bytes: 4096, ..geometry() }));
