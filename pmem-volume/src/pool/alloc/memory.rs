@@ -70,9 +70,6 @@ impl<M: Media> Pool<M> {
         state.counts.memory -= chunks;
         state.counts.scrubbing += chunks;
         self.queue_scrub(&mut state, &runs);
-        drop(state);
-        // A write to a thin volume may be waiting for these chunks, and erases them itself.
-        self.scrubbed.notify_all();
         Ok(())
     }
 

@@ -90,6 +90,8 @@ impl<M: Media> Pool<M> {
     pub(in crate::pool) fn queue_scrub(&self, state: &mut State, runs: &[Run]) {
         runs.iter().for_each(|run| state.scrub.add(*run));
         self.scrub_wake.notify_queued();
+        // A write to a thin volume may be waiting for these chunks, and erases them itself.
+        self.scrubbed.notify_all();
     }
 
     /// Erases a batch, or waits for erasures in progress, for a caller that needs `missing` more
