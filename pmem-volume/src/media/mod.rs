@@ -243,8 +243,8 @@ pub trait Media: Send + Sync {
         Err(MediaError::ReadOnly)
     }
 
-    /// Returns the size of the units that [`Media::release`] releases, a power of two. `None` if the
-    /// media never gets holes.
+    /// Returns the size of the units that [`Media::release`] releases, a power of two. `None` if
+    /// the media never gets holes.
     fn release_unit_bytes(&self) -> Option<u64> {
         None
     }
@@ -389,8 +389,8 @@ pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     joined
 }
 
-/// Maximum number of times that a release checks for reads of a unit, and the number of checks after
-/// which it yields the CPU. A read of memory ends within microseconds.
+/// Maximum number of times that a release checks for reads of a unit, and the number of checks
+/// after which it yields the CPU. A read of memory ends within microseconds.
 const READ_CHECKS: u32 = 1000;
 const CHECKS_WITHOUT_YIELD: u32 = 100;
 

@@ -248,8 +248,8 @@ impl Arena {
     }
 }
 
-/// Counts the live blocks, if the space of an arena can be released. Sectors smaller than a page are
-/// never discarded. If a part of the map cannot be read, nothing is released.
+/// Counts the live blocks, if the space of an arena can be released. Sectors smaller than a page
+/// are never discarded. If a part of the map cannot be read, nothing is released.
 fn count_live(space: &impl Media, info: &ArenaInfo, recovery: &Recovery) -> Option<LiveBlocks> {
     if u64::from(info.sector_bytes) < PAGE_BYTES {
         return None;

@@ -8,8 +8,8 @@
 //!   with different lanes ([`lanes`]) share nothing. Releasing a lock ([`lock`]) does not wait for
 //!   pending stores.
 //! - [`discard`]: discards, which leave unwritten sectors unchanged if possible.
-//! - [`live_blocks`], [`release`]: a discard in a thin volume releases space without live blocks, as
-//!   far as the budget allows ([`release_budget`]).
+//! - [`live_blocks`], [`release`]: a discard in a thin volume releases space without live blocks,
+//!   as far as the budget allows ([`release_budget`]).
 //! - [`arena`]: recovery at open, reading, and handling of damage.
 //!
 //! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),

@@ -92,8 +92,8 @@ impl Readers {
         }
     }
 
-    /// Returns true if a block in a range of offsets is being read. If not, no read begins until the
-    /// map names such a block again, or the reader finds what the caller stored before the call.
+    /// Returns true if a block in a range of offsets is being read. If not, no read begins until
+    /// the map names such a block again, or the reader finds what the caller stored before.
     pub(super) fn is_announced(&self, range: Range<u64>) -> bool {
         cpu::release_fence();
         let used = &self.slots[..self.used.load(Ordering::SeqCst)];

@@ -77,7 +77,8 @@ fn fstrim_returns_the_chunks_of_deleted_files() -> Result<()> {
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && \
-         dd if=/dev/urandom of=/mnt/t/keep bs=1M count=2 && sync && sha256sum /mnt/t/keep > /tmp/sum",
+         dd if=/dev/urandom of=/mnt/t/keep bs=1M count=2 && sync && \
+         sha256sum /mnt/t/keep > /tmp/sum",
     )?;
     let empty = allocated_bytes(&guest)?;
     for round in 1..=2 {

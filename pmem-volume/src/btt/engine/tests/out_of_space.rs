@@ -1,5 +1,5 @@
-//! Random operations in a pool that runs out of space, at each possible allocation. Discards release
-//! space.
+//! Random operations in a pool that runs out of space, at each possible allocation. Discards
+//! release space.
 
 use std::sync::Mutex;
 
