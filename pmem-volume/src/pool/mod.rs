@@ -263,7 +263,8 @@ pub struct PoolInfo {
     pub lendable_bytes: u64,
     /// Part of the promised bytes that memory may borrow while no volume uses them.
     pub borrowable_bytes: u64,
-    /// Free bytes that memory leaves to volumes if it borrows promised bytes ([`Pool::lend_promised`]).
+    /// Free bytes that memory leaves to volumes if it borrows promised bytes
+    /// ([`Pool::lend_promised`]).
     #[serde(skip)]
     pub min_free_bytes: Option<u64>,
     /// Number of volumes.

@@ -12,8 +12,8 @@ use crate::CHUNK_BYTES;
 use crate::media::Media;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
 
-/// Promised bytes that may be lent as memory. Not on the media, because no memory stays lent after a
-/// crash.
+/// Promised bytes that may be lent as memory. This setting is not on the media, because no memory
+/// stays lent after a crash.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::pool) struct Loan {
     pub(in crate::pool) borrowable_bytes: u64,
@@ -101,7 +101,7 @@ impl<M: Media> Pool<M> {
         None
     }
 
-    /// Reports that no chunk can be returned. Waiting writes fail. The next write that needs a chunk
+    /// Reports that no chunk can be returned. Waiting writes fail. The next write that needs one
     /// starts a new attempt.
     pub fn refuse_recall(&self) {
         let mut state = self.lock_state();

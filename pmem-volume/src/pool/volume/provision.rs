@@ -48,8 +48,8 @@ fn indexes(range: &Range<u64>) -> Range<u32> {
 impl<M: Media> Pool<M> {
     /// Allocates chunks for the `holes` of an open volume, all of them or none.
     ///
-    /// 1. Take clean chunks. If too few are clean, erase waiting ones first. If too few are waiting,
-    ///    wait until lent ones are returned ([`Pool::next_recall`]).
+    /// 1. Take clean chunks. If too few are clean, erase waiting ones first. If too few wait, wait
+    ///    until lent ones are returned ([`Pool::next_recall`]).
     /// 2. Store their owner words and persist them. After a crash, they belong to the volume and
     ///    read as zeros, like the holes.
     /// 3. Publish the chunks in the map. From here on, other threads may store to them.

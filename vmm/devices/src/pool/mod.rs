@@ -110,7 +110,7 @@ pub trait PmPool: Debug + Send + Sync {
     /// limit. Punching holes, on tmpfs and in thin pools, is never limited.
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
-    /// Allows memory to borrow bytes that are promised to thin volumes, as long as volumes can still
+    /// Allows memory to borrow bytes that thin volumes were promised, as long as volumes can still
     /// allocate `min_free_bytes`. `None` lends none of them.
     fn lend_promised(&self, min_free_bytes: Option<u64>);
 

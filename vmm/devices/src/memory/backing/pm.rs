@@ -138,8 +138,8 @@ impl PmBacking {
     }
 
     /// Moves up to `max_bytes` of plugged memory to DRAM ([`super::spill`]), but at most
-    /// [`STEP_BYTES`], from the end of the zone. Returns the number of bytes that the pool got back,
-    /// which is 0 if no memory can be moved. If pages cannot be copied, the next call continues.
+    /// [`STEP_BYTES`], from the end of the zone. Returns the bytes that the pool got back: 0 if
+    /// no memory can be moved. If pages cannot be copied, the next call continues.
     pub(super) fn spill(&mut self, max_bytes: u64) -> Result<u64, SpillError> {
         let Some(Segment { start: offset, len, source }) = self.next_to_spill(max_bytes) else {
             return Ok(0);

@@ -1,4 +1,4 @@
-//! Moves lent memory from a pool to DRAM if a volume needs the chunks before the guest unplugs them.
+//! Moves lent memory from a pool to DRAM if a volume needs chunks that the guest does not unplug.
 //!
 //! Memory is moved while the guest uses it, without a pause ([`PmBacking::spill`]):
 //! 1. Map the same part of the pool's file again, privately. Stores no longer reach the chunk. A
