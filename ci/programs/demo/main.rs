@@ -4,12 +4,13 @@
 //! claim is checked, and the demo fails if a claim does not hold. A line that begins with `* ` is
 //! an event, and ci/demo marks it on the timeline.
 //!
-//! There are two VMs. `governed` (policy=psi) is killed and restarted in phase 4. `policy-off` is
-//! used only in phase 2.
+//! There are three VMs. `governed` (policy=psi) is killed and restarted in phase 4. `policy-off` is
+//! used only in phase 2, and `boundary` in phase 5.
 
 #![forbid(unsafe_code)]
 
 mod boot;
+mod boundary;
 mod pressure;
 mod redis;
 mod shrink;
@@ -44,6 +45,7 @@ const LAST_LINES: usize = 12;
 /// Names of the VMs in Prometheus and in logs.
 const GOVERNED: &str = "governed";
 const POLICY_OFF: &str = "policy-off";
+const BOUNDARY: &str = "boundary";
 
 fn main() -> ExitCode {
     let shown = demo();
@@ -65,13 +67,14 @@ fn demo() -> Result<()> {
     scale_limits(stretch(limit));
     let _in_time = cut_off_after(limit);
     let pool = Pool::create("1280M")?;
-    let vm = hybrid_guest(&pool, GOVERNED, metrics).pressure("psi");
+    let vm = hybrid_guest(&memory_of(&pool), GOVERNED, metrics).pressure("psi");
 
     let guest = boot::show(&with_volume(&vm, &pool, "nvdimm").name(GOVERNED))?;
     let before = Spent::on(&guest, &pool)?;
     pressure::show(&guest, &policy_off(metrics_off))?;
     shrink::show(&guest, &pool, &before)?;
-    volume::show(guest, &vm, &pool)
+    volume::show(guest, &vm, &pool)?;
+    boundary::show(&pool, metrics)
 }
 
 /// Returns a factor for the time limits of single steps. If the demo's time limit is longer, each
@@ -101,14 +104,17 @@ fn cut_off_after(limit: Duration) -> Sender<()> {
     in_time
 }
 
-/// Guest with 512 MiB of DRAM (384 MiB at boot), up to 1 GiB of PM, and swap that should remain
-/// unused.
-fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
+fn memory_of(pool: &Pool) -> String {
+    format!("pool={},size=1G", pool.name())
+}
+
+/// Guest with 512 MiB of DRAM (384 MiB at boot), `pm_memory`, and swap that should remain unused.
+fn hybrid_guest(pm_memory: &str, vm_name: &str, metrics: &str) -> GuestBuilder {
     Guest::builder()
         .image(Image::Redis)
         .cpus(2)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
-        .pm_memory(&format!("pool={},size=1G", pool.name()))
+        .pm_memory(pm_memory)
         .cmdline("foreshore.zram=256M")
         .metrics(&format!("{metrics},vm={vm_name}"))
         .verbose()
@@ -128,7 +134,10 @@ fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
         let dir = this_tests_dir().join(POLICY_OFF);
         fs::create_dir_all(&dir)?;
         let pool = Pool::create_in(&dir, "1280M")?;
-        hybrid_guest(&pool, POLICY_OFF, &metrics).name(POLICY_OFF).pressure("off").boot()
+        hybrid_guest(&memory_of(&pool), POLICY_OFF, &metrics)
+            .name(POLICY_OFF)
+            .pressure("off")
+            .boot()
     }
 }
 
@@ -145,7 +154,7 @@ fn event(text: &str) {
 }
 
 fn phase(number: u32, text: &str) {
-    println!("== {number}/5 {text}");
+    println!("== {number}/6 {text}");
 }
 
 /// Returns the consoles, the logs of the VMMs and the list of acknowledged files, and the names

@@ -91,7 +91,7 @@ enum Task {
     /// A fault of the emulation may kill the kernel of an emulated host (docs/design/testing.md).
     /// Tests without a verdict then run in a new boot. Failed tests are not run again.
     Test(test::Arguments),
-    /// Show the purpose of Foreshore in five phases with a line for each claim, and in a picture
+    /// Show the purpose of Foreshore in six phases with a line for each claim, and in a picture
     ///
     /// Starts from an unprepared Debian 12 with Rust and git. The exit code is 0 only if all claims
     /// were observed to hold.

@@ -1,4 +1,4 @@
-//! The demonstration: five phases that print a line for each claim, and a picture.
+//! The demonstration: six phases that print a line for each claim, and a picture.
 
 mod narrator;
 mod picture;
@@ -167,7 +167,7 @@ impl<'run> Demo<'run> {
         Ok(jobs::exit_code(status))
     }
 
-    /// Runs phase 5. Returns true if the picture shows all claims.
+    /// Runs phase 6. Returns true if the picture shows all claims.
     fn draw(&self, prometheus: &Prometheus, narrator: &mut Narrator) -> Result<bool> {
         let events = narrator.events.clone();
         let zero_s = narrator.zero_s;
@@ -210,6 +210,6 @@ impl<'run> Demo<'run> {
 const SHOWN: &str = "\
 == all claims were seen to hold
   picture: target/demo/timeline.svg and timeline.png; its data: timeline.csv
-  in the same folder: this log (demo.log), and of each VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem)
+  in the same folder: this log (demo.log), and of each VM (governed, policy-off, restarted-nvdimm, restarted-virtio-pmem, boundary)
   the guest's console (*.console.log) and the VMM's log (*.vmm.log); docs/tutorials/try-it.md lists all files
 ";

@@ -31,7 +31,7 @@ pub(super) fn draw(
 ) -> Result<Option<String>> {
     let start_s = zero_s.context("the demo printed nothing")?;
     let range = Range { start_s, end_s: now()?.as_secs() + 1 };
-    let phase = if is_judged { "5/5 " } else { "" };
+    let phase = if is_judged { "6/6 " } else { "" };
     show(format!("== {phase}data of Prometheus\n").as_bytes())?;
     let path = |name: &str| demo.folder.join(name);
     write(&path("events.csv"), events_csv(events))?;

@@ -2,7 +2,7 @@
 
 use super::narrator::Event;
 use super::prometheus::Range;
-use super::table::{OTHER_VM, VM};
+use super::table::{OTHER_VM, THIN_VM, VM};
 
 /// Minimum distance between event names, as a fraction of the time axis. Closer names would
 /// overlap.
@@ -20,6 +20,7 @@ pub(super) fn script(range: &Range, events: &[Event]) -> String {
         .replace("@MARKS@", &marks)
         .replace("@VM@", VM)
         .replace("@OTHER_VM@", OTHER_VM)
+        .replace("@THIN_VM@", THIN_VM)
 }
 
 /// Returns positions for the names of events at these times, in the same order. Names do not

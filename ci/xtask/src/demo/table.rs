@@ -24,9 +24,11 @@ const COLUMNS: [(&str, &str); 14] = [
     ("oom_kills", "foreshore_guest_oom_kills_total"),
 ];
 
-/// Names that the `demo` program gives to the main VM and to the VM without a governor.
+/// Names that the `demo` program gives to the main VM, to the VM without a governor, and to the VM
+/// with a thin volume, which uses the pool of the main VM.
 pub(super) const VM: &str = "governed";
 pub(super) const OTHER_VM: &str = "policy-off";
+pub(super) const THIN_VM: &str = "boundary";
 
 const MIB: f64 = (1u64 << 20) as f64;
 const MIN_PM_BYTES: f64 = (400u64 << 20) as f64;

@@ -14,6 +14,7 @@ mib(bytes) = bytes / 1048576.0
 of(vm, value) = (strcol('vm') eq vm) ? value : NaN
 vm = '@VM@'
 other = '@OTHER_VM@'
+thin = '@THIN_VM@'
 data = 'timeline.csv'
 
 set multiplot
@@ -63,11 +64,14 @@ plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
 set tmargin at screen top(2)
 set bmargin at screen top(2) - height
 set key at screen 0.85, top(2)
-set label 1002 "the pool of the VM '@VM@'" at graph 0.002, screen top(2) + 0.013
+set label 1002 "the pool of the VM '@VM@', and later of '@THIN_VM@', whose volume is thin" at graph 0.002, screen top(2) + 0.013
 plot 0 with lines lw 0.5 lc rgb '#cccccc' notitle, \
      data using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' title 'free', \
      '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes')))) with filledcurves x1 fc rgb '#8fb8de' title 'lent as memory', \
-     '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' title 'volume'
+     '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' title 'volume', \
+     '' using 'elapsed_s':(of(thin, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' notitle, \
+     '' using 'elapsed_s':(of(thin, mib(column('pool_volume_bytes') + column('pool_memory_bytes')))) with filledcurves x1 fc rgb '#8fb8de' notitle, \
+     '' using 'elapsed_s':(of(thin, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' notitle
 
 set tmargin at screen top(3)
 set bmargin at screen top(3) - height
