@@ -101,7 +101,7 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
-    /// Bytes of a pool that discards have given back. `None` if the disk is not in a pool.
+    /// Bytes of a pool that discards have released. `None` if the disk is not in a pool.
     fn released_bytes(&self) -> Option<u64> {
         None
     }

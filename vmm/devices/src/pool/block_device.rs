@@ -46,7 +46,7 @@ impl BlockDevice for Engine<Volume> {
             physical_block_bytes: block_bytes.max(PAGE_BYTES),
             read_only: false,
             discard: true,
-            // A discard gives back chunks of a thin volume.
+            // A discard releases chunks of a thin volume.
             unmap: self.space().info().thin,
         }
     }

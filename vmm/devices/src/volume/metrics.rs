@@ -105,7 +105,7 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns the bytes that discards have given back. `None` if the guest cannot discard.
+    /// Returns the bytes that discards have released. `None` if the guest cannot discard.
     fn released_bytes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.released_bytes(),
@@ -134,7 +134,7 @@ impl Expose for VolumeMetrics {
         let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
         let allocated = self.allocated.bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);
-        let help = "Bytes of a thin volume that discards gave back to the pool.";
+        let help = "Bytes of a thin volume that discards released.";
         let released = Family("volume_released", help, Some(Unit::Bytes));
         out.counters(released, self.released_bytes().map(|bytes| (labels.clone(), bytes)));
         let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));

@@ -34,7 +34,7 @@ fn resize(guest: &Guest, mib: u64) -> Result<()> {
     wait_until_plugged(guest, "pm", mib * MIB, IO_LIMIT)
 }
 
-/// Nothing asks the guest to unplug memory, so it keeps all of it.
+/// No unplug is requested from the guest, so it keeps all of its memory.
 fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
     let pool = Pool::create("448M")?;
     let name = pool.name();

@@ -1,5 +1,5 @@
 //! Tests of thin volumes. Only the first write of the guest to a chunk allocates it, and discards
-//! give chunks back.
+//! release chunks.
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
@@ -15,7 +15,7 @@ guest_tests::tests![
     only_writes_allocate_chunks_of_a_thin_volume: 300 x 2,
     only_writes_allocate_chunks_of_a_thin_volume_on_6_1: 300 (long) on [V6_1] x 2 =>
         only_writes_allocate_chunks_of_a_thin_volume(),
-    fstrim_returns_the_chunks_of_deleted_files: 300 x 2,
+    fstrim_releases_the_chunks_of_deleted_files: 300 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     writes_erase_chunks_that_a_thin_volume_needs: 300 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
@@ -71,7 +71,7 @@ fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     Ok(())
 }
 
-fn fstrim_returns_the_chunks_of_deleted_files() -> Result<()> {
+fn fstrim_releases_the_chunks_of_deleted_files() -> Result<()> {
     let pool = Pool::create("256M")?;
     let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
     guest.run_within(
@@ -135,7 +135,7 @@ fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
 }
 
 /// The thread of the queue erases the chunks itself, and its filter should allow the necessary
-/// calls. Only on a disk does erasing take bandwidth, so only there does the limit apply.
+/// calls. Erasing takes bandwidth only on a disk, so the limit applies only there.
 fn writes_erase_chunks_that_a_thin_volume_needs() -> Result<()> {
     const WRITTEN_MIB: u64 = 40;
     let (_disk, pool) = raw_volume::pool_on_disk(1024)?;
@@ -170,8 +170,8 @@ fn free_bytes(guest: &Guest) -> Result<u64> {
     Ok(number("free_bytes")? + number("scrubbing_bytes")?)
 }
 
-/// The memory holds the whole pool above the watermark `low`. Then the volume is written, so the
-/// governor should unplug memory. No step of the writes exceeds the watermark.
+/// Memory takes the whole pool above the watermark `low`. Then the volume is written, so the
+/// governor should recall memory. No step of the writes exceeds the watermark.
 fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
     const PM_MIB: u64 = 448;
     const LOW_MIB: u64 = 48;
@@ -202,7 +202,7 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
     let labels = [("policy", "fixed"), ("direction", "shrink"), ("reason", "storage_low")];
     ensure!(guest.metric("foreshore_pressure_plans_total", &labels)? > 0.0, "No recall");
 
-    // A client does not get the space either that volumes still need.
+    // A client cannot get the space that volumes still need either.
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": PM_MIB * MIB }))?;
     guest.wait_until("the pool refuses the rest", IO_LIMIT, || {
         let answer = guest.get("vm.memory")?;
