@@ -46,10 +46,9 @@ pub(super) struct Allocation {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PmRoom {
     pub bytes: u64,
-    /// Reason why there is no more.
+    /// Reason why PM cannot grow further.
     pub reason: Reason,
-    /// Rule 9: true while PM is recalled. Blocks that are about to be unplugged then stay requested
-    /// to be unplugged.
+    /// Rule 9: true while PM is recalled. Meanwhile, no requested unplug of PM is withdrawn.
     pub is_recalled: bool,
 }
 
@@ -254,7 +253,7 @@ impl Allocation {
         self.shrink_tiers(bytes, &[Tier::Dram, Tier::Pm])
     }
 
-    /// Removes `bytes`, but only from zones of these tiers. Returns the same as [`Self::shrink`].
+    /// Like [`Self::shrink`], but removes memory only from zones of `tiers`.
     pub(super) fn shrink_tiers(&mut self, mut bytes: u64, tiers: &[Tier]) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;

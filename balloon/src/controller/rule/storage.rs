@@ -9,9 +9,9 @@ use crate::policy::off;
 use crate::units::{BLOCK_BYTES, round_down, round_up};
 use crate::{HostView, Tier, ZoneSizes};
 
-/// Recalls the missing memory at once, because a write of the guest fails if the pool is full. The
-/// order of the zones, the floors and the pins are those of any other shrink. A dry run reports the
-/// first recall.
+/// Recalls the missing memory at once. Otherwise, the pool becomes full: writes of the guest wait
+/// until memory is moved to DRAM. The order of the zones, the floors and the pins are those of any
+/// other shrink. A dry run reports the first recall.
 pub(super) fn recall(context: &Context<'_>) -> Verdict {
     let Context { controller, host, .. } = *context;
     let Some(storage) = host.storage else { return Verdict::default() };

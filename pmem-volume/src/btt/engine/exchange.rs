@@ -9,9 +9,9 @@
 //!    blocks and for the map words of the sectors, because a thin volume may lack it. (The flog has
 //!    space.) Store the first halves of the flog entries (the sector and its current block), and
 //!    store the data to the free blocks. **Persist** both. Also persist the map words of the
-//!    sectors, and the map words that the lanes changed last. (The data is
-//!    stored after the lock is taken, because a locked instruction waits until earlier stores have
-//!    left the CPU. The following fence waits for them anyway.)
+//!    sectors, and the map words that the lanes changed last. (The data is stored after the lock is
+//!    taken, because a locked instruction waits until earlier stores have left the CPU. The
+//!    following fence waits for them anyway.)
 //! 3. Store the second halves (the new block and the sequence number). Each of them commits the
 //!    exchange of its sector. **Persist** them.
 //! 4. Store the words of the map. From here on, other threads read the new sectors, and the old

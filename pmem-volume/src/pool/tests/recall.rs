@@ -107,7 +107,7 @@ fn write_fails_if_the_borrower_refuses_and_succeeds_later() {
     let (_fixture, pool, volume, lent) = pool_with_lent_memory();
     let free_bytes = pool.info().free_bytes;
     let full = |result| matches!(result, Err(MediaError::Full { .. }));
-    // Nobody serves recalls.
+    // No thread serves recalls.
     volume.provision(0..free_bytes).unwrap();
     assert!(full(volume.store_word(free_bytes, 1)));
     pool.start_recalls();

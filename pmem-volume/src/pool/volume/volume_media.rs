@@ -1,7 +1,7 @@
 //! Implementation of the media trait for a volume. The chunks of the volume need not be contiguous.
 //!
 //! A thin volume may have holes, which read as zeros. A store into a hole allocates a chunk first.
-//! Its user may release chunks.
+//! Its user may release chunks, which then become holes.
 //!
 //! The first failed store or persist latches the pool read-only, because it is then unknown which
 //! writes are durable. A latched pool can still be read. A failed read affects only that read.

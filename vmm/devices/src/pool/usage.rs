@@ -23,8 +23,8 @@ const HYSTERESIS_PERCENT: u8 = 2;
 /// either nothing or a burst.
 const SMOOTHING: Duration = Duration::from_secs(30);
 
-/// Slower growth than one that fills the pool within this time counts as none. Without this limit,
-/// a smoothed growth would never end.
+/// Growth that would fill the pool later than this counts as none. Without this limit, a smoothed
+/// growth would never end.
 const HORIZON: Duration = Duration::from_secs(365 * 86_400);
 
 /// Crossing of a threshold.
@@ -36,7 +36,7 @@ struct Crossing {
     time_to_full: Option<Duration>,
 }
 
-/// Usage of a pool over time. It makes no I/O.
+/// Usage of a pool over time. It does no I/O.
 #[derive(Clone, Copy, Debug, Default)]
 struct UsageTracker {
     /// Number of thresholds that count as crossed.

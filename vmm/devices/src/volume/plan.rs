@@ -9,8 +9,8 @@
 //! ```
 //!
 //! The pool never lends its reserve for volumes (STRG) as memory, so the zones must fit into
-//! `usable - max(STRG, all volumes)`. If the VM has watermarks for the free space, it also lends
-//! space of thin volumes, and only thick volumes count here.
+//! `usable - max(STRG, all volumes)`. If memory may borrow the space of thin volumes, only thick
+//! volumes count here.
 
 use foreshore_types::size::Size;
 use pmem_volume::btt::MIN_VOLUME_BYTES;

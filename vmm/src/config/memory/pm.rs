@@ -28,7 +28,7 @@ const READ_LATENCY_NS: u32 = 305;
 const WRITE_LATENCY_NS: u32 = 90;
 const BANDWIDTH: u64 = 6600 << 20;
 
-/// Default of `storage_min`. The VMM moves memory in the time in which the guest writes this much.
+/// Default of `storage_min`. Writes of this size do not wait while the VMM begins to move memory.
 const STORAGE_MIN_BYTES: u64 = 32 << 20;
 /// Lowest limit on erasing: one chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;

@@ -251,7 +251,7 @@ fn threads_that_read_write_and_discard_never_see_released_space() {
             let (engine, start, version, writing) = (&engine, &start, &version, &writing);
             scope.spawn(move || {
                 let mut random = Random::new(writer + 1);
-                // Each writer has its own sectors, and knows their content.
+                // Each writer has its own sectors, and checks their content.
                 let mine = writer * 24..(writer + 1) * 24;
                 start.wait();
                 for _ in 0..ROUNDS {

@@ -63,7 +63,7 @@ pub enum BackingError {
         available_bytes: u64,
     },
     #[error(
-        "pool keeps its free space for thin volumes and lends only {} more; {} are needed",
+        "pool withholds free space for thin volumes and lends only {} more; {} are needed",
         Size(*available_bytes), Size(*wanted_bytes)
     )]
     Storage {

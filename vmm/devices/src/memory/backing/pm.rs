@@ -68,7 +68,8 @@ impl PmBacking {
         Ok(extents)
     }
 
-    /// Error for a plug of `wanted_bytes`. `is_withheld` is true if enough chunks are free.
+    /// Returns the error for a plug of `wanted_bytes`. `is_withheld` is true if enough chunks are
+    /// free, but the pool does not lend them.
     fn pool_full(&self, wanted_bytes: u64, is_withheld: bool) -> BackingError {
         let info = self.pool.info();
         let available_bytes = info.lendable_bytes;
@@ -200,7 +201,7 @@ impl PmBacking {
             map(Access::ReadWritePrivate).map_err(|source| {
                 // A failed mmap may already have removed the old mapping.
                 if let Err(err) = map(Access::ReadWrite) {
-                    error!(offset, len, %err, "Cannot map memory of the guest again");
+                    error!(offset, len, %err, "Cannot map guest memory again");
                 }
                 BackingError::Map { offset, len, source }
             })?;

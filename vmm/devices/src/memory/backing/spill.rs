@@ -11,7 +11,7 @@
 //! (mm/mmap.c, mmap_region). From step 2 on, no page of the file is mapped. When the chunk is then
 //! erased, the copies stay, even if its blocks are removed from the file (mm/memory.c,
 //! unmap_mapping_pages with `even_cows` unset). Only MADV_DONTNEED would remove them, but the
-//! balloon leaves PM alone.
+//! virtio balloon refuses pages of PM.
 //!
 //! Moved memory remains in DRAM until the guest unplugs it.
 
@@ -57,7 +57,7 @@ struct SpillBudget {
 }
 
 impl SpillBudget {
-    /// Creates the budget, and allows the pool to lend that many promised bytes.
+    /// Creates the budget, and allows memory to borrow `limit_bytes` promised bytes.
     fn new(pool: Arc<dyn PmPool>, limit_bytes: u64) -> Self {
         pool.set_borrowable_bytes(limit_bytes);
         Self { pool, limit_bytes, used_bytes: Mutex::new(0) }

@@ -45,7 +45,7 @@ pub enum FailureReason {
     HugePages,
     /// The pool has too little free memory.
     PoolFull,
-    /// The pool keeps its free space for thin volumes.
+    /// The pool withholds its free space for thin volumes.
     Storage,
     Pool,
     /// KVM refused a memory slot.

@@ -6,8 +6,8 @@
 //! cause exits (Linux Documentation/virt/kvm/api.rst, `KVM_MEM_READONLY`). The ISR status, which a
 //! read clears, is in another page.
 //!
-//! The page changes before the exit ends that changed a register, and before an interrupt about the
-//! change is sent.
+//! If an exit changes a register, the page changes before the exit ends, and before an interrupt
+//! about the change is sent.
 
 use std::io;
 use std::sync::Arc;
@@ -40,8 +40,8 @@ impl RegisterPage {
         Ok(Self { reservation: Arc::new(reservation), image: Mutex::new([0; registers::LEN]) })
     }
 
-    /// Changes the image and then the page. `change` must read state that other threads change only
-    /// now, because this waits for other changes.
+    /// Changes the image and then the page. This may wait for other changes, so `change` itself
+    /// must read any state that other threads change.
     pub(super) fn change(&self, change: impl FnOnce(&mut Image)) {
         let mut image = self.image.lock();
         change(&mut image);
