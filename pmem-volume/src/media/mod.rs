@@ -389,21 +389,17 @@ pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     joined
 }
 
-/// Maximum number of times that a release checks for reads of a unit, and the number of checks
-/// after which it yields the CPU. A read of memory ends within microseconds.
-const READ_CHECKS: u32 = 1000;
-const CHECKS_WITHOUT_YIELD: u32 = 100;
+/// Maximum number of times that a release checks for reads of a unit. A read of memory ends within
+/// microseconds. The pool is locked in the meantime.
+const READ_CHECKS: u32 = 100;
 
 /// Waits until `is_read` returns false, but not for long. Returns true if it did.
 pub(crate) fn wait_for_reads(is_read: impl Fn() -> bool) -> bool {
-    for check in 0..READ_CHECKS {
+    for _ in 0..READ_CHECKS {
         if !is_read() {
             return true;
         }
-        match check < CHECKS_WITHOUT_YIELD {
-            true => std::hint::spin_loop(),
-            false => std::thread::yield_now(),
-        }
+        std::hint::spin_loop();
     }
     false
 }

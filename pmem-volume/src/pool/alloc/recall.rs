@@ -8,6 +8,8 @@
 //! While memory borrows, it leaves a few chunks free ([`Loan::min_free_bytes`]). Volumes use them
 //! while the thread returns further chunks, so few writes wait.
 
+use std::time::{Duration, Instant};
+
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
@@ -41,16 +43,20 @@ impl Loan {
     }
 }
 
+/// Minimum time between a refused recall and the next one for a write. A write tries many blocks,
+/// and each attempt may be expensive.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
+
 /// Requests to return lent chunks.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Recall {
     pub(in crate::pool) loan: Loan,
     /// A thread returns chunks on request.
     is_served: bool,
-    /// Largest number of available chunks that a waiting write needs.
+    /// Chunks for which writes are waiting.
     pub(in crate::pool) awaited_chunks: u32,
-    /// The last recall was refused, and nothing has changed since then.
-    is_refused: bool,
+    /// Time of the last refusal, if nothing has changed since then.
+    refused_at: Option<Instant>,
     refusals: u64,
 }
 
@@ -70,7 +76,7 @@ impl<M: Media> Pool<M> {
     fn change_loan(&self, change: impl FnOnce(&mut Loan)) {
         let mut state = self.lock_state();
         change(&mut state.recall.loan);
-        state.recall.is_refused = false;
+        state.recall.refused_at = None;
         self.recalled.notify_all();
     }
 
@@ -92,8 +98,12 @@ impl<M: Media> Pool<M> {
     pub fn next_recall(&self) -> Option<u64> {
         let mut state = self.lock_state();
         while state.recall.is_served {
+            if self.check_not_latched().is_err() {
+                // A latched pool takes no memory back, so waiting writes fail.
+                self.refuse(&mut state);
+            }
             let shortage = state.shortage_chunks();
-            if shortage > 0 && !state.recall.is_refused && self.check_not_latched().is_ok() {
+            if shortage > 0 && state.recall.refused_at.is_none() {
                 return Some(bytes(shortage));
             }
             state = state.wait(&self.recalled);
@@ -101,14 +111,15 @@ impl<M: Media> Pool<M> {
         None
     }
 
-    /// Reports that no chunk can be returned. Waiting writes fail. The next write that needs one
-    /// starts a new attempt.
+    /// Reports that no chunk can be returned. Waiting writes fail. A later write that needs one
+    /// starts a new attempt ([`RETRY_AFTER`]).
     pub fn refuse_recall(&self) {
-        let mut state = self.lock_state();
-        state.recall.is_refused = true;
+        self.refuse(&mut self.lock_state());
+    }
+
+    fn refuse(&self, state: &mut State) {
+        state.recall.refused_at = Some(Instant::now());
         state.recall.refusals += 1;
-        state.recall.awaited_chunks = 0;
-        drop(state);
         self.scrubbed.notify_all();
     }
 
@@ -119,18 +130,24 @@ impl<M: Media> Pool<M> {
         mut state: StateGuard<'a>,
         chunks: u32,
     ) -> Result<StateGuard<'a>, PoolError> {
+        if state.recall.refused_at.is_some_and(|at| at.elapsed() >= RETRY_AFTER) {
+            state.recall.refused_at = None;
+        }
         let refusals = state.recall.refusals;
-        state.recall.is_refused = false;
         while state.available_chunks() < chunks {
-            let can_return = state.recall.is_served && state.counts.memory > 0;
-            if !can_return || state.recall.refusals != refusals {
+            // Checked before each wait, because a failure wakes nobody.
+            self.check_not_latched()?;
+            let recall = &mut state.recall;
+            let is_refused = recall.refused_at.is_some() || recall.refusals != refusals;
+            if !recall.is_served || is_refused || state.counts.memory == 0 {
                 return Err(state.pool_full(bytes(chunks)));
             }
-            state.recall.awaited_chunks = state.recall.awaited_chunks.max(chunks);
+            state.recall.awaited_chunks += chunks;
             self.recalled.notify_all();
             state = state.wait(&self.scrubbed);
-            self.check_not_latched()?;
+            state.recall.awaited_chunks -= chunks;
         }
+        self.check_not_latched()?;
         Ok(state)
     }
 
@@ -138,7 +155,7 @@ impl<M: Media> Pool<M> {
     /// chunks has fallen.
     pub(in crate::pool) fn notify_shortage(&self, state: &mut State) {
         if state.shortage_chunks() > 0 {
-            state.recall.is_refused = false;
+            state.recall.refused_at = None;
             self.recalled.notify_all();
         }
     }
@@ -147,11 +164,8 @@ impl<M: Media> Pool<M> {
 impl State {
     /// Returns the number of lent chunks that must be returned, so that waiting writes can continue
     /// and enough chunks are free for the next ones.
-    pub(in crate::pool) fn shortage_chunks(&mut self) -> u32 {
+    pub(in crate::pool) fn shortage_chunks(&self) -> u32 {
         let available = self.available_chunks();
-        if self.recall.awaited_chunks <= available {
-            self.recall.awaited_chunks = 0;
-        }
         let min_free_bytes = self.recall.loan.min_free_bytes.filter(|_| self.recall.is_served);
         let unallocated_bytes = self.totals().unallocated_bytes();
         let kept_bytes = min_free_bytes.unwrap_or(0).min(unallocated_bytes);

@@ -102,6 +102,23 @@ fn chunks_are_recalled_before_a_write_waits() {
     assert_eq!(pool.lock_state().shortage_chunks(), 0);
 }
 
+/// The failure happens while a write waits, and nobody else uses the pool.
+#[test]
+fn waiting_write_fails_when_the_pool_is_latched() {
+    let (_fixture, pool, volume, _lent) = pool_with_lent_memory();
+    volume.provision(0..pool.info().free_bytes).unwrap();
+    pool.start_recalls();
+    thread::scope(|scope| {
+        let write = scope.spawn(|| volume.store_word(VOLUME - CHUNK_BYTES, 1));
+        wait_for_writer(&pool);
+        pool.set_latched(&MediaError::ReadOnly);
+        let server = scope.spawn(|| pool.next_recall());
+        assert!(matches!(write.join().unwrap(), Err(MediaError::Latched { .. })));
+        pool.end_recalls();
+        server.join().unwrap();
+    });
+}
+
 #[test]
 fn write_fails_if_the_borrower_refuses_and_succeeds_later() {
     let (_fixture, pool, volume, lent) = pool_with_lent_memory();
@@ -118,6 +135,9 @@ fn write_fails_if_the_borrower_refuses_and_succeeds_later() {
         });
         assert!(full(volume.store_word(free_bytes, 1)));
         refused.join().unwrap();
+        // The next write does not ask again until something changes.
+        assert!(full(volume.store_word(free_bytes, 1)));
+        pool.set_borrowable_bytes(BORROWABLE);
         let served = scope.spawn(|| {
             assert!(pool.next_recall().is_some());
             pool.free_memory(&[Extent { start: lent[0].start, order: 0 }]).unwrap();

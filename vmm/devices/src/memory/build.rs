@@ -17,7 +17,7 @@ use vm_memory::{
 use super::backing::resident::resident_bytes;
 use super::backing::{
     Access, Backing, BackingError, DramBacking, DramError, DramSource, HostNode, HostNodeError,
-    MappingBudget, Reservation, SpillPlan, Spiller, ZoneFile, ZoneFileError,
+    MappingBudget, Reservation, SpillPlan, SpillPlanError, Spiller, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
 use super::file_ranges::{FileRanges, MappedRange};
@@ -92,10 +92,8 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
-    #[error(
-        "spill: memory of the pool cannot be moved to DRAM; a devdax device does not support this"
-    )]
-    Spill(#[source] io::Error),
+    #[error("spill")]
+    Spill(#[from] SpillPlanError),
     #[error("cannot reserve or map {len} bytes of guest memory")]
     Map {
         len: u64,
@@ -176,7 +174,7 @@ pub fn build(
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
     let limit_bytes = zones.iter().map(|zone| zone.spill_bytes).sum();
-    let mut spill = SpillPlan::new(pool, limit_bytes).map_err(MemoryError::Spill)?;
+    let mut spill = SpillPlan::new(pool, limit_bytes)?;
     let mut spilled_bytes = vec![Arc::default(); zones.len()];
     let mut host_ranges = vec![Vec::new(); zones.len()];
     let mut boot = Vec::new();
@@ -243,7 +241,8 @@ pub fn build(
         }
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
             (Tier::Pm, Some(pool)) => {
-                let (backing, bytes) = spill.add_zone(pool, &reservation, &budget);
+                let (backing, bytes) =
+                    spill.add_zone(pool, &reservation, &budget, spec.spill_bytes);
                 spilled_bytes[index] = bytes;
                 Box::new(backing)
             }
@@ -259,7 +258,7 @@ pub fn build(
     }
     let files = FileRanges::new(view.clone(), Arc::clone(&slots));
     let boot = boot_regions;
-    let spiller = spill.start().map_err(MemoryError::Spill)?;
+    let spiller = spill.start()?;
     Ok(Memory {
         _spiller: spiller,
         spilled_bytes,

@@ -72,7 +72,8 @@ impl UsageTracker {
         let (last_at, last_bytes) = *self.last.get_or_insert((now, used_bytes));
         let elapsed_s = now.saturating_sub(last_at).as_secs_f64();
         if elapsed_s > 0.0 {
-            let growth_bytes_per_s = used_bytes.saturating_sub(last_bytes) as f64 / elapsed_s;
+            // Negative while discards release more than writes allocate.
+            let growth_bytes_per_s = (used_bytes as f64 - last_bytes as f64) / elapsed_s;
             let weight = elapsed_s / (SMOOTHING.as_secs_f64() + elapsed_s);
             self.growth_bytes_per_s += weight * (growth_bytes_per_s - self.growth_bytes_per_s);
             self.last = Some((now, used_bytes));

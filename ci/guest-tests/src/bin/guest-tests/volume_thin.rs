@@ -6,10 +6,9 @@ use guest_tests::pool::pmvol;
 use guest_tests::{Guest, GuestBuilder, Pool};
 use serde_json::json;
 
-use crate::pressure::GROW_LIMIT;
+use crate::blocks;
 use crate::volume::{IO_LIMIT, guest_with};
 use crate::zones::{MIB, pool_info, wait_until_plugged, zone};
-use crate::{blocks, raw_volume};
 
 guest_tests::tests![
     only_writes_allocate_chunks_of_a_thin_volume: 300 x 2,
@@ -17,7 +16,6 @@ guest_tests::tests![
         only_writes_allocate_chunks_of_a_thin_volume(),
     fstrim_releases_the_chunks_of_deleted_files: 300 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
-    writes_erase_chunks_that_a_thin_volume_needs: 300 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
 ];
 
@@ -131,35 +129,6 @@ fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
     let guest = boot(guest_with(&pool, "interface=auto"), "/dev/vda")?;
     blocks::check(&guest, "/dev/vda", 2)?;
     guest.power_off()?;
-    pool.check().map(drop)
-}
-
-/// The thread of the queue erases the chunks itself, and its filter should allow the necessary
-/// calls. Erasing takes bandwidth only on a disk, so the limit applies only there.
-fn writes_erase_chunks_that_a_thin_volume_needs() -> Result<()> {
-    const WRITTEN_MIB: u64 = 40;
-    let (_disk, pool) = raw_volume::pool_on_disk(1024)?;
-    // 1. All chunks wait to be erased, at the lowest limit.
-    let size = pool.info()?["free_bytes"].to_string();
-    pool.create_volume("old", &size)?;
-    pmvol(&["volume", "delete", &pool.name(), "old", "--force"])?;
-    let memory = format!("pool={},size=128M,scrub_bandwidth=2M", pool.name());
-    let guest = boot(guest_with(&pool, THIN).pm_memory(&memory), "/dev/vda")?;
-    // 2. Memory takes the chunks that were erased during the boot.
-    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 128 * MIB }))?;
-    wait_until_plugged(&guest, "pm", 128 * MIB, GROW_LIMIT)?;
-    let info = pool_info(&guest)?;
-    let number = |name: &str| info[name].as_u64().with_context(|| format!("No {name}: {info}"));
-    ensure!(number("free_bytes")? < WRITTEN_MIB / 2 * MIB, "Too many chunks are clean: {info}");
-    ensure!(number("scrubbing_bytes")? >= WRITTEN_MIB * MIB, "Too few chunks wait: {info}");
-
-    let before = allocated_bytes(&guest)?;
-    let write = format!("dd if=/dev/urandom of=/dev/vda bs=1M count={WRITTEN_MIB} oflag=direct");
-    guest.run_within(IO_LIMIT, &write)?;
-    let after = allocated_bytes(&guest)?;
-    ensure!(after - before >= WRITTEN_MIB / 2 * MIB, "{before} bytes grew only to {after}");
-    guest.no_kernel_complaints()?;
-    guest.kill9()?;
     pool.check().map(drop)
 }
 

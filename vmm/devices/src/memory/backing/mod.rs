@@ -25,7 +25,7 @@ pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::MappingBudget;
 pub use source::{DramError, DramSource};
-pub use spill::{SpillPlan, Spiller};
+pub use spill::{SpillPlan, SpillPlanError, Spiller};
 pub use zone_file::{ZoneFile, ZoneFileError};
 
 use crate::pool::PoolError;

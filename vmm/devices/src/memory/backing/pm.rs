@@ -139,9 +139,15 @@ impl PmBacking {
     }
 
     /// Moves up to `max_bytes` of plugged memory to DRAM ([`super::spill`]), but at most
-    /// [`STEP_BYTES`], from the end of the zone. Returns the bytes that the pool got back: 0 if
-    /// no memory can be moved. If pages cannot be copied, the next call continues.
+    /// [`STEP_BYTES`]. Returns the bytes that the pool got back: 0 if no memory can be moved. If
+    /// pages cannot be copied, a later call tries again.
     pub(super) fn spill(&mut self, max_bytes: u64) -> Result<u64, SpillError> {
+        // Memory that is being unplugged needs no move.
+        let detached_bytes = self.detached.iter().map(|extent| extent.end - extent.start).sum();
+        if detached_bytes > 0 {
+            self.free_detached()?;
+            return Ok(detached_bytes);
+        }
         let Some(Segment { start: offset, len, source }) = self.next_to_spill(max_bytes) else {
             return Ok(0);
         };
@@ -153,6 +159,20 @@ impl PmBacking {
             }
             source => unreachable!("{source:?} is not memory of the pool"),
         };
+        // Chunk by chunk, because a page that cannot be copied keeps only its own chunk.
+        let mut result = Ok(());
+        for at in (0..len).step_by(CHUNK_BYTES as usize) {
+            let copied = self.copy(offset + at, in_file + at);
+            result = result.and(copied);
+        }
+        let copied_bytes = self.detached.iter().map(|extent| extent.end - extent.start).sum();
+        self.free_detached()?;
+        if copied_bytes == 0 { result.map(|()| 0) } else { Ok(copied_bytes) }
+    }
+
+    /// Copies the pages of a chunk that is mapped privately, and detaches the chunk.
+    fn copy(&mut self, offset: u64, in_file: u64) -> Result<(), SpillError> {
+        let len = CHUNK_BYTES;
         self.reservation.populate(offset, len).map_err(|source| SpillError::Copy {
             offset,
             len,
@@ -163,45 +183,38 @@ impl PmBacking {
             Ok(())
         })?;
         self.detached.push(in_file..in_file + len);
-        self.free_detached()?;
-        Ok(len)
+        Ok(())
     }
 
-    /// Returns the part of the zone to move next: pages that are not copied yet, or else the last
-    /// chunks of the pool, which the guest would unplug first.
+    /// Returns the part of the zone to move next: the first chunks of the pool, because the guest
+    /// unplugs the last ones. Chunks that could not be copied completely follow.
     fn next_to_spill(&self, max_bytes: u64) -> Option<Segment> {
         let spilled = self.spilled.as_ref()?;
         let segments = self.ledger.segments().in_range(0, self.reservation.len_bytes());
-        let is_copying = |segment: &&Segment| matches!(segment.source, Source::Copying { .. });
-        if let Some(segment) = segments.iter().find(is_copying) {
-            return Some(*segment);
-        }
         let is_lent = |segment: &&Segment| matches!(segment.source, Source::File { .. });
-        let segment = segments.iter().rfind(is_lent)?;
+        let is_copying = |segment: &&Segment| matches!(segment.source, Source::Copying { .. });
         let max_bytes = max_bytes.min(STEP_BYTES).min(spilled.unused_bytes());
-        let len = segment.len.min(max_bytes - max_bytes % CHUNK_BYTES);
-        let before = segment.len - len;
-        let (start, source) = (segment.start + before, segment.source.at(before));
-        (len > 0).then_some(Segment { start, len, source })
-    }
-
-    #[cfg(test)]
-    pub(super) fn offset_in_file(&self, offset: u64) -> u64 {
-        match self.ledger.segments().in_range(offset, CHUNK_BYTES)[..] {
-            [Segment { source: Source::File { offset }, .. }] => offset,
-            ref other => panic!("{other:?}"),
+        match segments.iter().find(is_lent).filter(|_| max_bytes >= CHUNK_BYTES) {
+            Some(segment) => {
+                let len = segment.len.min(max_bytes - max_bytes % CHUNK_BYTES);
+                Some(Segment { len, ..*segment })
+            }
+            None => segments.iter().find(is_copying).copied(),
         }
     }
 
-    /// Replaces the shared mapping of a part by a private one with the same content.
+    /// Replaces the shared mapping of a part by a private one with the same content. The budget of
+    /// mappings never refuses this, because a guest could use it up.
     fn map_privately(&mut self, offset: u64, len: u64, in_file: u64) -> Result<(), BackingError> {
         let (pool, reservation) = (&self.pool, &self.reservation);
-        self.ledger.map(1, |segments| {
+        self.ledger.unmap(|segments| {
             let map = |access| reservation.map_file(offset, len, pool.file(), in_file, access);
             map(Access::ReadWritePrivate).map_err(|source| {
                 // A failed mmap may already have removed the old mapping.
                 if let Err(err) = map(Access::ReadWrite) {
-                    error!(offset, len, %err, "Cannot map guest memory again");
+                    error!(offset, len, %err, "Cannot map memory of the guest again");
+                    // The guest has lost its memory, and another mapping could take its place.
+                    std::process::abort();
                 }
                 BackingError::Map { offset, len, source }
             })?;
@@ -212,6 +225,14 @@ impl PmBacking {
             spilled.add(len);
         }
         Ok(())
+    }
+
+    #[cfg(test)]
+    pub(super) fn offset_in_file(&self, offset: u64) -> u64 {
+        match self.ledger.segments().in_range(offset, CHUNK_BYTES)[..] {
+            [Segment { source: Source::File { offset }, .. }] => offset,
+            ref other => panic!("{other:?}"),
+        }
     }
 
     /// Returns chunks to the pool after a failed plug. Chunks that the pool refuses remain

@@ -52,25 +52,28 @@ pub(super) enum SpillError {
 struct SpillBudget {
     pool: Arc<dyn PmPool>,
     limit_bytes: u64,
-    /// The lock also orders the updates of the pool.
-    used_bytes: Mutex<u64>,
+    used: Mutex<Used>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    bytes: u64,
+    /// True while a thread moves memory. Only then may memory borrow.
+    is_served: bool,
 }
 
 impl SpillBudget {
-    /// Creates the budget, and allows memory to borrow `limit_bytes` promised bytes.
     fn new(pool: Arc<dyn PmPool>, limit_bytes: u64) -> Self {
-        pool.set_borrowable_bytes(limit_bytes);
-        Self { pool, limit_bytes, used_bytes: Mutex::new(0) }
+        Self { pool, limit_bytes, used: Mutex::default() }
     }
 
-    fn unused_bytes(&self) -> u64 {
-        self.limit_bytes - *self.used_bytes.lock()
-    }
-
-    fn change(&self, change: impl FnOnce(u64) -> u64) {
-        let mut used_bytes = self.used_bytes.lock();
-        *used_bytes = change(*used_bytes);
-        self.pool.set_borrowable_bytes(self.limit_bytes.saturating_sub(*used_bytes));
+    /// Changes the use of the budget, and limits what the pool may lend. The lock orders the
+    /// updates of the pool.
+    fn change(&self, change: impl FnOnce(&mut Used)) {
+        let mut used = self.used.lock();
+        change(&mut used);
+        let unused_bytes = self.limit_bytes.saturating_sub(used.bytes);
+        self.pool.set_borrowable_bytes(if used.is_served { unused_bytes } else { 0 });
     }
 }
 
@@ -86,23 +89,37 @@ impl fmt::Debug for SpillBudget {
 #[derive(Debug)]
 pub struct SpilledMemory {
     budget: Arc<SpillBudget>,
+    limit_bytes: u64,
     bytes: Arc<AtomicU64>,
 }
 
 impl SpilledMemory {
     pub(super) fn unused_bytes(&self) -> u64 {
-        self.budget.unused_bytes()
+        self.limit_bytes.saturating_sub(self.bytes.load(Ordering::Relaxed))
     }
 
     pub(super) fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.budget.change(|used_bytes| used_bytes + bytes);
+        self.budget.change(|used| used.bytes += bytes);
     }
 
     pub(super) fn remove(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        self.budget.change(|used_bytes| used_bytes - bytes);
+        self.budget.change(|used| used.bytes -= bytes);
     }
+}
+
+/// Reason why memory of a pool must not be moved.
+#[derive(Debug, Error)]
+pub enum SpillPlanError {
+    #[error("the pool cannot be mapped privately; a devdax device does not support this")]
+    Private(#[source] io::Error),
+    #[error(
+        "the host limits committed memory (vm.overcommit_memory=2), so moving may fail at any time"
+    )]
+    Overcommit,
+    #[error("cannot start the thread that moves memory")]
+    Thread(#[source] io::Error),
 }
 
 /// Zones of a VM whose memory may be moved, while they are built.
@@ -112,13 +129,13 @@ pub struct SpillPlan {
 }
 
 impl SpillPlan {
-    /// Checks that memory of the pool can be moved, and allows the pool to lend up to `limit_bytes`
-    /// of promised bytes. devdax devices refuse private mappings (drivers/dax/device.c, check_vma).
-    pub fn new(pool: Option<&Arc<dyn PmPool>>, limit_bytes: u64) -> io::Result<Self> {
+    /// Checks that memory of the pool can be moved, up to `limit_bytes`. devdax devices refuse
+    /// private mappings (drivers/dax/device.c, check_vma).
+    pub fn new(pool: Option<&Arc<dyn PmPool>>, limit_bytes: u64) -> Result<Self, SpillPlanError> {
         let budget = match pool.filter(|_| limit_bytes > 0) {
             Some(pool) => {
-                let reservation = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
-                reservation.map_file(0, CHUNK_BYTES, pool.file(), 0, Access::ReadWritePrivate)?;
+                check_overcommit()?;
+                check_private(&**pool).map_err(SpillPlanError::Private)?;
                 Some(Arc::new(SpillBudget::new(Arc::clone(pool), limit_bytes)))
             }
             None => None,
@@ -126,18 +143,22 @@ impl SpillPlan {
         Ok(Self { budget, zones: Vec::new() })
     }
 
-    /// Creates the backing of a zone. Also returns the number of its moved bytes.
+    /// Creates the backing of a zone, of which `limit_bytes` may be moved. Also returns the number
+    /// of its moved bytes.
     pub fn add_zone(
         &mut self,
         pool: &Arc<dyn PmPool>,
         reservation: &Arc<Reservation>,
         mappings: &Arc<MappingBudget>,
+        limit_bytes: u64,
     ) -> (Arc<Mutex<PmBacking>>, Arc<AtomicU64>) {
         let bytes = Arc::default();
-        let spilled = self
-            .budget
-            .as_ref()
-            .map(|budget| SpilledMemory { budget: Arc::clone(budget), bytes: Arc::clone(&bytes) });
+        let spilled = self.budget.as_ref().filter(|_| limit_bytes > 0);
+        let spilled = spilled.map(|budget| SpilledMemory {
+            budget: Arc::clone(budget),
+            limit_bytes,
+            bytes: Arc::clone(&bytes),
+        });
         let (pool, reservation) = (Arc::clone(pool), Arc::clone(reservation));
         let backing = PmBacking::new(pool, reservation, Arc::clone(mappings), spilled);
         let backing = Arc::new(Mutex::new(backing));
@@ -145,38 +166,51 @@ impl SpillPlan {
         (backing, bytes)
     }
 
-    /// Starts the thread that moves memory, if any memory may be moved.
-    pub fn start(self) -> io::Result<Option<Spiller>> {
+    /// Starts the thread that moves memory, if any memory may be moved. From now on, memory may
+    /// borrow.
+    pub fn start(self) -> Result<Option<Spiller>, SpillPlanError> {
         let Some(budget) = self.budget else { return Ok(None) };
-        Spiller::start(Arc::clone(&budget.pool), self.zones).map(Some)
+        Spiller::start(budget, self.zones).map(Some).map_err(SpillPlanError::Thread)
     }
+}
+
+/// With this setting, a private mapping counts as committed, although it is not reserved
+/// (mm/util.c, __vm_enough_memory).
+fn check_overcommit() -> Result<(), SpillPlanError> {
+    match std::fs::read_to_string("/proc/sys/vm/overcommit_memory") {
+        Ok(mode) if mode.trim() == "2" => Err(SpillPlanError::Overcommit),
+        _ => Ok(()),
+    }
+}
+
+fn check_private(pool: &dyn PmPool) -> io::Result<()> {
+    let reservation = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
+    reservation.map_file(0, CHUNK_BYTES, pool.file(), 0, Access::ReadWritePrivate)
 }
 
 /// Thread that moves memory when the pool recalls it. It ends when the value is dropped.
 pub struct Spiller {
-    pool: Arc<dyn PmPool>,
+    budget: Arc<SpillBudget>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Spiller {
-    fn start(pool: Arc<dyn PmPool>, zones: Vec<Weak<Mutex<PmBacking>>>) -> io::Result<Self> {
-        pool.start_recalls();
-        let of_thread = Arc::clone(&pool);
-        let serve = move || serve(&*of_thread, &zones);
-        match spawn_confined(ThreadKind::Memory, "_spill", serve) {
-            Ok(thread) => Ok(Self { pool, thread: Some(thread) }),
-            Err(error) => {
-                pool.end_recalls();
-                Err(error)
-            }
-        }
+    fn start(budget: Arc<SpillBudget>, zones: Vec<Weak<Mutex<PmBacking>>>) -> io::Result<Self> {
+        budget.pool.start_recalls();
+        let pool = Arc::clone(&budget.pool);
+        // Dropped in case of an error, which ends the recalls.
+        let mut spiller = Self { budget, thread: None };
+        let serve = move || serve(&*pool, &zones);
+        spiller.thread = Some(spawn_confined(ThreadKind::Memory, "_spill", serve)?);
+        spiller.budget.change(|used| used.is_served = true);
+        Ok(spiller)
     }
 }
 
 impl Drop for Spiller {
     fn drop(&mut self) {
-        self.pool.end_recalls();
-        self.pool.set_borrowable_bytes(0);
+        self.budget.change(|used| used.is_served = false);
+        self.budget.pool.end_recalls();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -252,11 +286,12 @@ mod tests {
         let mut plan = SpillPlan::new(Some(&pool), LIMIT).unwrap();
         let zone = Arc::new(Reservation::new(POOL, 1 << 30).unwrap());
         let mappings = Arc::new(MappingBudget::new(1000));
-        let (mut backing, bytes) = plan.add_zone(&pool, &zone, &mappings);
+        let (mut backing, bytes) = plan.add_zone(&pool, &zone, &mappings, LIMIT);
+        assert_eq!(local.offered_bytes(), POOL - VOLUME);
+        let spiller = plan.start().unwrap();
         assert_eq!(local.offered_bytes(), POOL - VOLUME + LIMIT);
         backing.plug(0, POOL - VOLUME + LIMIT).unwrap();
         assert_eq!(local.offered_bytes(), 0);
-        let spiller = plan.start().unwrap();
         Some(Fixture { pool: local, zone, backing, bytes, spiller, _folder: folder })
     }
 
@@ -336,13 +371,13 @@ mod tests {
         let Some(mut fixture) = fixture() else { return };
         fixture.fill_volume();
         assert_eq!(fixture.pool.info().borrowable_bytes, 0);
-        // The end of the zone was moved.
-        fixture.backing.detach(POOL - VOLUME, 10 * MIB).unwrap();
+        // The start of the zone was moved.
+        fixture.backing.detach(LIMIT - 10 * MIB, 10 * MIB).unwrap();
         fixture.backing.free_detached().unwrap();
         assert_eq!(fixture.bytes.load(Ordering::Relaxed), LIMIT - 10 * MIB);
         let info = fixture.pool.info();
         assert_eq!((info.borrowable_bytes, info.memory_bytes), (10 * MIB, POOL - VOLUME));
-        fixture.backing.detach(0, 6 * MIB).unwrap();
+        fixture.backing.detach(LIMIT, 6 * MIB).unwrap();
         fixture.backing.free_detached().unwrap();
         assert_eq!(fixture.pool.info().memory_bytes, POOL - VOLUME - 6 * MIB);
         // Without a thread that moves memory, nothing may be borrowed.
@@ -354,8 +389,7 @@ mod tests {
     fn interrupted_move_is_continued() {
         let Some(mut fixture) = fixture() else { return };
         drop(fixture.spiller.take());
-        let end = POOL - VOLUME + LIMIT;
-        fixture.word(end - 4096).store(5, Ordering::Relaxed);
+        fixture.word(0).store(5, Ordering::Relaxed);
         // The private mapping fails, and the old mapping is restored.
         fixture.zone.script([false, true]);
         assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
@@ -364,11 +398,40 @@ mod tests {
         fixture.zone.fail_next_populate();
         assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
         assert_eq!(fixture.pool.info().memory_bytes, before, "a chunk was returned too early");
-        fixture.word(end - 8192).store(6, Ordering::Relaxed);
+        fixture.word(8192).store(6, Ordering::Relaxed);
+        // A chunk that cannot be copied does not prevent other moves.
+        while fixture.bytes.load(Ordering::Relaxed) < LIMIT {
+            assert!(fixture.backing.lock().spill(LIMIT).unwrap() > 0);
+        }
+        assert_eq!(fixture.pool.info().memory_bytes, before - LIMIT + CHUNK_BYTES);
         assert_eq!(fixture.backing.lock().spill(CHUNK_BYTES).unwrap(), CHUNK_BYTES);
         fixture.pool.pool().scrub_all().unwrap();
-        let values = [4096, 8192].map(|at| fixture.word(end - at).load(Ordering::Relaxed));
+        let values = [0, 8192].map(|at| fixture.word(at).load(Ordering::Relaxed));
         assert_eq!(values, [5, 6]);
-        assert_eq!(fixture.pool.info().memory_bytes, before - CHUNK_BYTES);
+        assert_eq!(fixture.pool.info().memory_bytes, before - LIMIT);
+        assert_eq!(fixture.backing.lock().spill(CHUNK_BYTES).unwrap(), 0, "the limit is reached");
+    }
+
+    #[test]
+    fn interrupted_move_is_unplugged() {
+        let Some(mut fixture) = fixture() else { return };
+        drop(fixture.spiller.take());
+        let before = fixture.pool.info().memory_bytes;
+        for _ in 0..2 {
+            fixture.zone.fail_next_populate();
+            assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
+        }
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 2 * CHUNK_BYTES);
+        fixture.backing.detach(CHUNK_BYTES, 2 * CHUNK_BYTES).unwrap();
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), CHUNK_BYTES);
+        // A recall takes detached chunks first.
+        let bytes = fixture.backing.lock().spill(CHUNK_BYTES).unwrap();
+        assert_eq!(bytes, 2 * CHUNK_BYTES);
+        assert_eq!(fixture.pool.info().memory_bytes, before - 2 * CHUNK_BYTES);
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), CHUNK_BYTES);
+        fixture.backing.detach(0, CHUNK_BYTES).unwrap();
+        fixture.backing.free_detached().unwrap();
+        assert_eq!(fixture.pool.info().memory_bytes, before - 3 * CHUNK_BYTES);
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
     }
 }

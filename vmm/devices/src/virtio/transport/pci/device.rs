@@ -196,9 +196,10 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn bar_moved(&self, _bar: u8, base: Option<u64>) {
-        let backend = &mut self.inner.lock().backend;
-        backend.notifications.set_bar_base(base);
-        backend.map_page();
+        let inner = &mut *self.inner.lock();
+        inner.backend.notifications.set_bar_base(base);
+        inner.update_page();
+        inner.backend.map_page();
     }
 
     /// Stops the device in the same way as a reset by its driver.
@@ -250,6 +251,8 @@ impl VirtioPciDevice {
                 inner.registers.write(offset, data, &mut inner.backend);
                 self.interrupt.vectors_changed();
                 inner.update_page();
+                // Mapped only now, so that no vCPU reads an older state.
+                inner.backend.map_page();
             }
             Structure::Device => inner.backend.device.write_config(offset, data),
             Structure::Notify => {
@@ -412,7 +415,6 @@ impl registers::Device for Backend {
             Ok(()) => {
                 self.active = true;
                 self.notifications.start();
-                self.map_page();
                 debug!(device = self.device.name(), features, "Virtio device activated");
                 self.emitter.emit(Event::DeviceActivated { id: &self.id });
                 true
