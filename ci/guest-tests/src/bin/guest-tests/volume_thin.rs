@@ -178,7 +178,9 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
         let zones = answer["zones"].as_array().context("No zones")?;
         let reason =
             |zone: &serde_json::Value| zone["status"]["reason"].as_str().map(str::to_owned);
-        Ok(zones.iter().filter_map(reason).any(|reason| reason.starts_with("storage")))
+        let is_full =
+            |reason: String| reason.starts_with("storage") || reason.starts_with("pool-full");
+        Ok(zones.iter().filter_map(reason).any(is_full))
     })?;
     ensure!(free_bytes(&guest)? >= 16 * MIB, "{}", guest.get("pool.info")?);
     guest.no_kernel_complaints()?;
