@@ -457,9 +457,15 @@ impl VolumeEntry {
     /// Removes chunks, which are sorted by index.
     pub(in crate::pool) fn remove_chunks(&mut self, removed: &[(u32, ChunkId)]) {
         assert!(removed.is_sorted());
-        let before = self.chunks.len();
-        self.chunks.retain(|chunk| removed.binary_search(chunk).is_err());
-        assert_eq!(before - self.chunks.len(), removed.len(), "the volume has these chunks");
+        let mut left = removed;
+        self.chunks.retain(|chunk| match left.split_first() {
+            Some((next, rest)) if next == chunk => {
+                left = rest;
+                false
+            }
+            _ => true,
+        });
+        assert!(left.is_empty(), "the volume has these chunks");
     }
 
     /// Returns the chunk with the largest index below `index`.
