@@ -14,7 +14,7 @@ guest_tests::tests![
 ];
 
 const VOLUME_MIB: u64 = 160;
-/// The pool has 284 MiB, so 132 MiB of this memory belong to the volume.
+/// The pool has 316 MiB, so 100 MiB of this memory belong to the volume.
 const ZONE_MIB: u64 = 256;
 const SPILL_MIB: u64 = 144;
 
@@ -36,7 +36,7 @@ fn resize(guest: &Guest, mib: u64) -> Result<()> {
 
 /// No unplug is requested from the guest, so it keeps all of its memory.
 fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
-    let pool = Pool::create("288M")?;
+    let pool = Pool::create("320M")?;
     let name = pool.name();
     let guest = Guest::builder()
         .memory("size=384M")
@@ -58,7 +58,7 @@ fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
     let allocated = guest.metric("foreshore_volume_allocated_bytes", &[("volume", "data")])?;
     ensure!(allocated as u64 >= (VOLUME_MIB - 8) * MIB, "Only {allocated} bytes are allocated");
     let spilled = spilled_bytes(&guest)?;
-    ensure!((100 * MIB..=SPILL_MIB * MIB).contains(&spilled), "{spilled} bytes were moved");
+    ensure!((64 * MIB..=SPILL_MIB * MIB).contains(&spilled), "{spilled} bytes were moved");
     ensure!(zone(&guest, "pm")?.plugged_bytes == ZONE_MIB * MIB, "The guest has lost memory");
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
     guest.run_within(IO_LIMIT, &format!("{source} | cmp -n $({bytes}) - /dev/vda"))?;
