@@ -350,12 +350,12 @@ impl Controller {
         let of_pool = PmRoom::of_pool(host);
         let above_low_bytes = host.storage.map_or(u64::MAX, |storage| storage.above_low_bytes());
         let reason = Reason::StorageLow;
-        match () {
-            () if self.is_recalling => PmRoom { bytes: 0, reason, is_recalled: true },
-            () if above_low_bytes < of_pool.bytes => {
-                PmRoom { bytes: above_low_bytes, reason, is_recalled: false }
-            }
-            () => of_pool,
+        if self.is_recalling {
+            PmRoom { bytes: 0, reason, is_recalled: true }
+        } else if above_low_bytes < of_pool.bytes {
+            PmRoom { bytes: above_low_bytes, reason, is_recalled: false }
+        } else {
+            of_pool
         }
     }
 

@@ -130,8 +130,8 @@ pub enum MediaError {
     ReadOnly,
     #[error("the pool is read-only because of an earlier failure ({cause})")]
     Latched { cause: String },
-    /// The pool has too few free chunks. Nothing was stored. Stores to allocated chunks still
-    /// succeed.
+    /// The pool has too few free chunks for a store into a hole, so nothing was stored. Stores to
+    /// allocated chunks still succeed.
     #[error(
         "the pool has no space for {needed_bytes} bytes of a thin volume; {available_bytes} bytes are available"
     )]

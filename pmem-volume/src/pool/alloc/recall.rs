@@ -57,13 +57,12 @@ pub(in crate::pool) struct Recall {
     pub(in crate::pool) awaited_chunks: u32,
     /// Time of the last refusal, if nothing has changed since then.
     refused_at: Option<Instant>,
-    refusals: u64,
 }
 
 impl<M: Media> Pool<M> {
-    /// Allows memory to borrow promised bytes ([`Pool::set_borrowable_bytes`]), as long as volumes
-    /// can still allocate `min_free_bytes`, or all that they need. With `None`, which is the
-    /// default, promised bytes are not lent. Lent chunks stay lent.
+    /// Allows memory to borrow promised bytes ([`Pool::set_borrowable_bytes`]). Volumes can then
+    /// still allocate `min_free_bytes`, or the bytes that they need if these are fewer. `None`,
+    /// the default, allows nothing, and recalls nothing that is already lent.
     pub fn lend_promised(&self, min_free_bytes: Option<u64>) {
         self.change_loan(|loan| loan.min_free_bytes = min_free_bytes);
     }
@@ -119,7 +118,6 @@ impl<M: Media> Pool<M> {
 
     fn refuse(&self, state: &mut State) {
         state.recall.refused_at = Some(Instant::now());
-        state.recall.refusals += 1;
         self.scrubbed.notify_all();
     }
 
@@ -133,13 +131,11 @@ impl<M: Media> Pool<M> {
         if state.recall.refused_at.is_some_and(|at| at.elapsed() >= RETRY_AFTER) {
             state.recall.refused_at = None;
         }
-        let refusals = state.recall.refusals;
         while state.available_chunks() < chunks {
-            // Checked before each wait, because a failure wakes nobody.
+            // Checked before each wait, because a failure of the pool does not wake waiting threads.
             self.check_not_latched()?;
-            let recall = &mut state.recall;
-            let is_refused = recall.refused_at.is_some() || recall.refusals != refusals;
-            if !recall.is_served || is_refused || state.counts.memory == 0 {
+            let is_refused = state.recall.refused_at.is_some();
+            if !state.recall.is_served || is_refused || state.counts.memory == 0 {
                 return Err(state.pool_full(bytes(chunks)));
             }
             state.recall.awaited_chunks += chunks;

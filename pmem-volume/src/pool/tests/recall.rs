@@ -12,7 +12,7 @@ const VOLUME: u64 = 100 * MIB;
 const BORROWABLE: u64 = 60 * MIB;
 const MIN_FREE: u64 = 32 * MIB;
 
-/// Creates a pool with an empty thin volume, and lends all that memory can get.
+/// Creates a pool with an empty thin volume, and lends all lendable bytes as memory.
 fn pool_with_lent_memory() -> (Fixture, Arc<Pool>, Volume, Vec<Extent>) {
     let fixture = Fixture::new();
     let pool = fixture.create(POOL + 4 * MIB, 0);
@@ -102,7 +102,7 @@ fn chunks_are_recalled_before_a_write_waits() {
     assert_eq!(pool.lock_state().shortage_chunks(), 0);
 }
 
-/// The failure happens while a write waits, and nobody else uses the pool.
+/// The pool fails while a write waits and no other thread uses the pool.
 #[test]
 fn waiting_write_fails_when_the_pool_is_latched() {
     let (_fixture, pool, volume, _lent) = pool_with_lent_memory();

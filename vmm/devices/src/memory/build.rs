@@ -286,9 +286,10 @@ impl Memory {
         &self.zones
     }
 
-    /// Bytes of the zone with index `nth` that were moved from the pool to DRAM.
-    pub fn spilled_bytes(&self, nth: usize) -> u64 {
-        self.spilled_bytes[nth].load(Ordering::Relaxed)
+    /// Bytes of a zone that were moved from the pool to DRAM.
+    pub fn spilled_bytes(&self, zone: &ZoneSpec) -> u64 {
+        let nth = self.zones.iter().position(|other| other.id == zone.id);
+        nth.map_or(0, |nth| self.spilled_bytes[nth].load(Ordering::Relaxed))
     }
 
     /// Checks that the VM could reboot with `boot_bytes` of boot memory in the zone with index

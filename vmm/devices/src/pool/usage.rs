@@ -242,6 +242,18 @@ mod tests {
         assert_eq!(tracker.time_to_full(200 * MIB, 1000 * MIB), None);
     }
 
+    /// Discards release as much as writes allocate, so the usage does not grow over time.
+    #[test]
+    fn releases_count_against_growth() {
+        let mut tracker = UsageTracker::default();
+        for second in 0..600 {
+            let used_bytes = if second % 2 == 0 { 100 * MIB } else { 200 * MIB };
+            tracker.step(seconds(second), used_bytes, 1000 * MIB);
+        }
+        let growth = tracker.growth_bytes_per_s / MIB as f64;
+        assert!(growth.abs() < 5.0, "{growth} MiB/s of 100 that are written");
+    }
+
     #[test]
     fn usage_that_does_not_grow_has_no_time_to_full() {
         let mut tracker = UsageTracker::default();
@@ -251,7 +263,7 @@ mod tests {
         }
     }
 
-    /// Creates a pool of 64 MiB, of which volumes can use 60 MiB.
+    /// Creates a pool of 64 MiB. Volumes can use 60 MiB of it.
     fn pool() -> (Arc<LocalPool>, TempDir) {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");

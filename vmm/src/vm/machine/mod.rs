@@ -214,11 +214,7 @@ impl KvmMachine {
         };
         let queries: Vec<_> = specs.iter().map(query).collect();
         let states = self.governor.call(move |core, now| core.zone_states(&queries, now));
-        let infos = specs.iter().zip(states).enumerate().map(|(nth, (spec, state))| ZoneInfo {
-            spilled_bytes: self.memory.spilled_bytes(nth),
-            ..self.zone_info(spec, state)
-        });
-        infos.collect()
+        specs.iter().zip(states).map(|(spec, state)| self.zone_info(spec, state)).collect()
     }
 
     fn zone_info(&self, spec: &ZoneSpec, state: ZoneState) -> ZoneInfo {
@@ -241,7 +237,7 @@ impl KvmMachine {
                 spec.hotplug_bytes.saturating_sub(plugged_bytes),
             ),
             recallable_bytes,
-            spilled_bytes: 0,
+            spilled_bytes: self.memory.spilled_bytes(spec),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,

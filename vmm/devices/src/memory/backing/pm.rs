@@ -199,7 +199,10 @@ impl PmBacking {
                 let len = segment.len.min(max_bytes - max_bytes % CHUNK_BYTES);
                 Some(Segment { len, ..*segment })
             }
-            None => segments.iter().find(is_copying).copied(),
+            None => {
+                let segment = segments.iter().find(is_copying)?;
+                Some(Segment { len: segment.len.min(STEP_BYTES), ..*segment })
+            }
         }
     }
 

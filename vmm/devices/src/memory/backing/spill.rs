@@ -8,7 +8,7 @@
 //!
 //! The kernel carries out each step for all threads and vCPUs at once: it removes the pages of the
 //! old mapping from KVM's page tables before it installs the new mapping, and faults wait for both
-//! (mm/mmap.c, mmap_region). From step 2 on, no page of the file is mapped. When the chunk is then
+//! (mm/mmap.c, mmap_region). After step 2, no page of the file is mapped. When the chunk is then
 //! erased, the copies stay, even if its blocks are removed from the file (mm/memory.c,
 //! unmap_mapping_pages with `even_cows` unset). Only MADV_DONTNEED would remove them, but the
 //! virtio balloon refuses pages of PM.
@@ -143,8 +143,8 @@ impl SpillPlan {
         Ok(Self { budget, zones: Vec::new() })
     }
 
-    /// Creates the backing of a zone, of which `limit_bytes` may be moved. Also returns the number
-    /// of its moved bytes.
+    /// Creates the backing of a zone. Up to `limit_bytes` of its memory may be moved. Also returns
+    /// the counter of moved bytes.
     pub fn add_zone(
         &mut self,
         pool: &Arc<dyn PmPool>,
