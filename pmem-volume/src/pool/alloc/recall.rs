@@ -132,7 +132,7 @@ impl<M: Media> Pool<M> {
             state.recall.refused_at = None;
         }
         while state.available_chunks() < chunks {
-            // Checked before each wait, because a failure of the pool does not wake waiting threads.
+            // Checked before each wait, because a failure of the pool wakes no waiting thread.
             self.check_not_latched()?;
             let is_refused = state.recall.refused_at.is_some();
             if !state.recall.is_served || is_refused || state.counts.memory == 0 {
