@@ -146,7 +146,8 @@ const VM_JSON: &str = r#"{
 const FUNCTIONS: &str = r#"
 vmm= followers=
 has_ready_guest() { grep -qs 'foreshore-guest: ready' console.log vmm.out "$OUT/console.log"; }
-is_over() { grep -qs '^State:.Z' "/proc/$vmm/status"; }
+# bash may have reaped the VMM already, and then it is not a zombie.
+is_over() { ! kill -0 "$vmm" 2>/dev/null || grep -qs '^State:.Z' "/proc/$vmm/status"; }
 until_guest_is_ready() {
     until has_ready_guest; do
         if is_over; then cat vmm.out; return 1; fi
