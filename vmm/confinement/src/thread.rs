@@ -1,6 +1,7 @@
 //! Threads of the VMM, by what they do.
 
 use std::io;
+use std::sync::{OnceLock, mpsc};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use crate::{capabilities, seccomp};
@@ -8,7 +9,7 @@ use crate::{capabilities, seccomp};
 /// Work of a thread. It determines the system calls that the thread may make, and its capabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Builds VMs, and adds and removes devices. The other kinds inherit its filter and its
+    /// Builds VMs, and adds and removes devices. Most other kinds inherit its filter, and all its
     /// capabilities, so it has everything that any of them needs.
     SetUp,
     /// Serves the API and the metrics.
@@ -61,6 +62,7 @@ impl ThreadKind {
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,
             "pool-scrubber" => Self::Scrubber,
+            "_vcpus" => Self::Vcpu,
             _ if is_numbered(name, "vcpu") => Self::Vcpu,
             _ => {
                 let (_device, queue) = name.rsplit_once('_')?;
@@ -91,10 +93,53 @@ pub fn spawn_confined<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    Builder::new().name(name.into()).spawn(move || {
-        enter(kind);
-        work()
-    })
+    let builder = Builder::new().name(name.into());
+    match VCPU_STARTER.get() {
+        Some(starter) if kind == ThreadKind::Vcpu => starter.spawn(builder, work),
+        _ => builder.spawn(move || {
+            enter(kind);
+            work()
+        }),
+    }
+}
+
+static VCPU_STARTER: OnceLock<VcpuStarter> = OnceLock::new();
+
+/// Starts a thread that starts the threads of vCPUs. They inherit its filter, and not also that of
+/// [`ThreadKind::SetUp`]: the kernel runs all filters of a thread at each `KVM_RUN`. Must be called
+/// before the calling thread has a filter.
+///
+/// Limits of Landlock that follow do not apply to these threads, whose filter permits none of the
+/// calls that Landlock controls.
+pub(crate) fn start_vcpu_starter() -> io::Result<()> {
+    let (sender, starts) = mpsc::channel::<Start>();
+    spawn_confined(ThreadKind::Vcpu, "_vcpus", move || {
+        starts.into_iter().for_each(|start| start())
+    })?;
+    VCPU_STARTER.get_or_init(|| VcpuStarter(sender));
+    Ok(())
+}
+
+/// Start of a thread.
+type Start = Box<dyn FnOnce() + Send>;
+
+struct VcpuStarter(mpsc::Sender<Start>);
+
+impl VcpuStarter {
+    fn spawn<T: Send + 'static>(
+        &self,
+        builder: Builder,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<JoinHandle<T>> {
+        let (sender, started) = mpsc::channel();
+        let work = || {
+            seccomp::inherit_kind(ThreadKind::Vcpu);
+            work()
+        };
+        let start = move || sender.send(builder.spawn(work)).expect("the caller waits for it");
+        self.0.send(Box::new(start)).expect("it runs until the process ends");
+        started.recv().expect("it starts threads until the process ends")
+    }
 }
 
 /// Starts a thread that has the kind and the limits of the calling thread.

@@ -4,11 +4,13 @@
 //! thread. Its exit status and its output show what has happened.
 
 use std::env;
-use std::fs::File;
+use std::fs::{self, File};
+use std::hint::black_box;
 use std::io::{self, stderr};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, exit};
+use std::sync::Barrier;
 
 use foreshore_confinement::seccomp::{self, ReportTarget, SeccompMode};
 use foreshore_confinement::thread::{ThreadKind, spawn_confined, spawn_same_kind};
@@ -25,6 +27,9 @@ const REFUSED: i32 = 159;
 const TCSETS2: libc::Ioctl = 0x402c_542b;
 /// linux/vhost.h.
 const VHOST_RESET_OWNER: libc::Ioctl = 0xaf02;
+
+/// Reached by the main thread of a child, and by its thread under its filter.
+static RUNS: Barrier = Barrier::new(2);
 
 /// Action of a child in its thread.
 type Action = fn() -> io::Result<()>;
@@ -135,7 +140,7 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 7] = [
 ];
 
 /// Other actions of children.
-const CHECKS: [(&str, Action); 4] = [
+const CHECKS: [(&str, Action); 6] = [
     ("open", || {
         for _ in 0..3 {
             assert!(std::fs::read_to_string("/proc/self/status")?.starts_with("Name:"));
@@ -158,6 +163,25 @@ const CHECKS: [(&str, Action); 4] = [
         let open = || File::options().write(true).open("/dev/zero").map(drop);
         open()?;
         std::thread::scope(|scope| spawn_same_kind(scope, open).join().unwrap())
+    }),
+    ("park", || {
+        RUNS.wait();
+        loop {
+            std::thread::park();
+        }
+    }),
+    ("allocate_on_threads", || {
+        let all_run = Barrier::new(20);
+        let allocate = || {
+            drop(black_box(vec![1_u8; 4096]));
+            all_run.wait();
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..20 {
+                spawn_same_kind(scope, allocate);
+            }
+        });
+        Ok(())
     }),
     ("start_thread", || {
         assert_eq!(std::thread::spawn(|| 1).join().unwrap(), 1);
@@ -200,11 +224,41 @@ fn child() {
     let (_, call) = all.find(|(one, _)| one.replace(' ', "-") == name).unwrap();
     let target = ReportTarget { fd: stderr().as_raw_fd(), is_json: format == "json" };
     seccomp::start(mode, target).unwrap();
-    let result = spawn_confined(kind, "attempt", call).unwrap().join().unwrap();
+    let thread = spawn_confined(kind, "attempt", call).unwrap();
+    if name == "park" {
+        RUNS.wait();
+        let filters = thread_status("attempt", "Seccomp_filters").unwrap();
+        exit(filters.parse().unwrap());
+    }
+    let result = thread.join().unwrap();
     match result {
         Ok(()) => exit(0),
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => exit(NOT_PERMITTED),
         Err(error) => panic!("{error}"),
+    }
+}
+
+/// Returns a field of the status of the thread with this name (proc_pid_status(5)).
+fn thread_status(name: &str, field: &str) -> Option<String> {
+    let of_thread = |text: &str| text.starts_with(&format!("Name:\t{name}\n"));
+    let read = |entry: io::Result<fs::DirEntry>| {
+        fs::read_to_string(entry.unwrap().path().join("status")).unwrap()
+    };
+    let text = fs::read_dir("/proc/self/task").unwrap().map(read).find(|text| of_thread(text))?;
+    let value = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    Some(value?.trim().to_owned())
+}
+
+#[test]
+fn vcpu_has_one_filter() {
+    for (mode, kind, filters) in [
+        (SeccompMode::Enforce, ThreadKind::Vcpu, 1),
+        (SeccompMode::Errno, ThreadKind::Vcpu, 1),
+        (SeccompMode::Log, ThreadKind::Vcpu, 2),
+        (SeccompMode::Enforce, ThreadKind::Queue, 2),
+    ] {
+        let output = attempt("park", mode, kind, "text");
+        assert_eq!(output.status.code(), Some(filters), "{mode:?}, {kind:?}: {output:?}");
     }
 }
 
@@ -280,11 +334,19 @@ fn thread_allocates_and_waits_under_its_filter() {
     }
 }
 
+/// The C library must not read the number of CPUs for the heaps of many threads.
+#[test]
+fn threads_of_vcpus_have_heaps() {
+    let output = attempt("allocate_on_threads", SeccompMode::Enforce, ThreadKind::Vcpu, "text");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+}
+
 #[test]
 fn only_kinds_that_need_it_start_threads() {
     for kind in ThreadKind::ALL {
         let output = attempt("start_thread", SeccompMode::Enforce, kind, "text");
-        let may_start = [ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Memory].contains(&kind);
+        let kinds = [ThreadKind::SetUp, ThreadKind::Api, ThreadKind::Vcpu, ThreadKind::Memory];
+        let may_start = kinds.contains(&kind);
         assert_eq!(output.status.success(), may_start, "{kind:?}: {output:?}");
         // The C library blocks signals while it starts a thread, so the kernel ends the process
         // without the handler.

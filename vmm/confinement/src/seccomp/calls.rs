@@ -196,6 +196,8 @@ fn api() -> Vec<Allowed> {
 fn vcpu() -> Vec<Allowed> {
     [
         event_loop(),
+        // vCPUs inherit the filter of the thread that starts them.
+        start_of_threads(),
         transfers(),
         int(SYS_prctl, 0, &[PR_SCHED_CORE]),
         ioctl(&[

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use seccompiler::{BpfProgram, apply_filter};
 use thiserror::Error;
 
-use crate::thread::ThreadKind;
+use crate::thread::{self, ThreadKind};
 
 /// Reaction to a system call that a thread's filter does not allow (`--seccomp`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,6 +49,8 @@ impl SeccompMode {
 pub enum SeccompError {
     #[error("cannot handle SIGSYS")]
     Handler(#[source] std::io::Error),
+    #[error("cannot start the thread that starts vCPUs")]
+    VcpuStarter(#[source] std::io::Error),
     #[error("the kernel refuses a system call filter")]
     Install(#[from] seccompiler::Error),
 }
@@ -63,17 +65,33 @@ pub struct ReportTarget {
 static PROGRAMS: OnceLock<Vec<(ThreadKind, BpfProgram)>> = OnceLock::new();
 
 /// Compiles the filters of all threads, and installs that of the calling thread, which is inherited
-/// by the threads that it starts. Must be called only once.
+/// by the threads that it starts, except those of vCPUs. Must be called only once.
 pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError> {
     if mode == SeccompMode::Off {
         return Ok(());
     }
+    limit_heaps();
     shrink_a_heap();
     report::install(mode, target).map_err(SeccompError::Handler)?;
     let programs = ThreadKind::ALL.map(|kind| (kind, program::compile(kind, mode)));
     let programs = PROGRAMS.get_or_init(|| programs.into());
+    // Calls that are only logged are carried out, so Landlock must apply to vCPUs as well.
+    if mode != SeccompMode::Log {
+        thread::start_vcpu_starter().map_err(SeccompError::VcpuStarter)?;
+    }
     apply_filter(of(programs, ThreadKind::SetUp))?;
     Ok(())
+}
+
+/// Sets the number of heaps that the C library calculates by default from the number of CPUs
+/// (glibc malloc/arena.c, `arena_get2`). It would otherwise read that number from a file when
+/// threads have more than eight heaps, and a new vCPU thread may not open this file.
+fn limit_heaps() {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let heaps = 8 * cpus.min(4096);
+    // SAFETY: the call changes only an upper limit.
+    let is_set = unsafe { libc::mallopt(libc::M_ARENA_MAX, heaps as libc::c_int) };
+    assert_eq!(is_set, 1, "the C library accepts any positive limit");
 }
 
 /// Makes the C library read a setting that it otherwise reads when a thread first returns memory to

@@ -44,8 +44,7 @@ pub(super) fn compile(kind: ThreadKind, mode: SeccompMode) -> BpfProgram {
     let architecture = ARCH.try_into().expect("an architecture of seccompiler");
     let filter = SeccompFilter::new(rules, otherwise, SeccompAction::Allow, architecture);
     let rest: BpfProgram = filter.expect("valid rules").try_into().expect("a valid filter");
-    // The filter that a vCPU's thread inherits runs as well.
-    let is_of_vcpu = matches!(kind, ThreadKind::Vcpu | ThreadKind::SetUp);
+    let is_of_vcpu = kind == ThreadKind::Vcpu;
     let mut program = if is_of_vcpu { allow_requests_of_vcpu().to_vec() } else { Vec::new() };
     program.extend(refuse_clone3());
     if mode == SeccompMode::Log {
@@ -188,15 +187,13 @@ mod tests {
         /// `AUDIT_ARCH_I386` of linux/audit.h. 32-bit programs use other call numbers.
         const I386: u32 = 0x4000_0003;
         // KVM_RUN and KVM_SIGNAL_MSI with sizes (linux/kvm.h).
+        let program = compile(ThreadKind::Vcpu, SeccompMode::Enforce);
         for (request, count) in [(0xae80, 7), (0x4020_aea5, 8)] {
-            for kind in [ThreadKind::Vcpu, ThreadKind::SetUp] {
-                let program = compile(kind, SeccompMode::Enforce);
-                let outcome = run(&program, X86_64, IOCTL, request);
-                assert_eq!(outcome, (libc::SECCOMP_RET_ALLOW, count), "{kind:?}");
-                for (architecture, call) in [(I386, IOCTL), (X86_64, libc::SYS_execve as u32)] {
-                    let (result, _) = run(&program, architecture, call, request);
-                    assert_ne!(result, libc::SECCOMP_RET_ALLOW, "{kind:?}, {architecture:#x}");
-                }
+            let outcome = run(&program, X86_64, IOCTL, request);
+            assert_eq!(outcome, (libc::SECCOMP_RET_ALLOW, count));
+            for (architecture, call) in [(I386, IOCTL), (X86_64, libc::SYS_execve as u32)] {
+                let (result, _) = run(&program, architecture, call, request);
+                assert_ne!(result, libc::SECCOMP_RET_ALLOW, "{architecture:#x}");
             }
         }
     }
