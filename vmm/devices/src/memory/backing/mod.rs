@@ -1,6 +1,7 @@
 //! Host memory that backs guest memory.
 
 mod dram;
+mod host_dram;
 mod host_node;
 mod pm;
 mod reservation;

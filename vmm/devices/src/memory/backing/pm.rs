@@ -151,6 +151,9 @@ impl PmBacking {
         let Some(Segment { start: offset, len, source }) = self.next_to_spill(max_bytes) else {
             return Ok(0);
         };
+        if let Some(spilled) = &self.spilled {
+            spilled.check_dram()?;
+        }
         let in_file = match source {
             Source::Copying { offset } => offset,
             Source::File { offset: in_file } => {

@@ -24,6 +24,7 @@ use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::Mutex;
 use thiserror::Error;
 
+use super::host_dram::HostDram;
 use super::pm::PmBacking;
 use super::{Access, BackingError, MappingBudget, Reservation};
 use crate::log::rate_limited;
@@ -33,11 +34,21 @@ use crate::pool::{CHUNK_BYTES, PmPool};
 /// end of the step.
 pub(super) const STEP_BYTES: u64 = 4 * CHUNK_BYTES;
 
+/// DRAM that moves leave to the host or to the VMM's control group, for threads, page tables and
+/// the page cache.
+const KEPT_DRAM_BYTES: u64 = 64 << 20;
+
 /// Failure to move memory, which then remains where it is.
 #[derive(Debug, Error)]
 pub(super) enum SpillError {
     #[error(transparent)]
     Backing(#[from] BackingError),
+    /// Otherwise, Linux could kill the VMM.
+    #[error(
+        "the VMM may use {available_bytes} more bytes of DRAM, and a move needs {wanted_bytes} \
+         (MemAvailable of the host, or the limit of a control group)"
+    )]
+    HostDram { wanted_bytes: u64, available_bytes: u64 },
     #[error("cannot copy {len:#x} bytes at offset {offset:#x} of the zone")]
     Copy {
         offset: u64,
@@ -51,6 +62,7 @@ pub(super) enum SpillError {
 /// the unused part of this limit, so that all of them can be returned.
 struct SpillBudget {
     pool: Arc<dyn PmPool>,
+    dram: HostDram,
     limit_bytes: u64,
     used: Mutex<Used>,
 }
@@ -63,8 +75,8 @@ struct Used {
 }
 
 impl SpillBudget {
-    fn new(pool: Arc<dyn PmPool>, limit_bytes: u64) -> Self {
-        Self { pool, limit_bytes, used: Mutex::default() }
+    fn new(pool: Arc<dyn PmPool>, dram: HostDram, limit_bytes: u64) -> Self {
+        Self { pool, dram, limit_bytes, used: Mutex::default() }
     }
 
     /// Changes the use of the budget, and limits what the pool may lend. The lock orders the
@@ -96,6 +108,17 @@ pub struct SpilledMemory {
 impl SpilledMemory {
     pub(super) fn unused_bytes(&self) -> u64 {
         self.limit_bytes.saturating_sub(self.bytes.load(Ordering::Relaxed))
+    }
+
+    /// Checks that the host has DRAM for a step.
+    pub(super) fn check_dram(&self) -> Result<(), SpillError> {
+        let wanted_bytes = STEP_BYTES + KEPT_DRAM_BYTES;
+        match self.budget.dram.available_bytes() {
+            Some(available_bytes) if available_bytes < wanted_bytes => {
+                Err(SpillError::HostDram { wanted_bytes, available_bytes })
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn add(&self, bytes: u64) {
@@ -132,11 +155,19 @@ impl SpillPlan {
     /// Checks that memory of the pool can be moved, up to `limit_bytes`. devdax devices refuse
     /// private mappings (drivers/dax/device.c, check_vma).
     pub fn new(pool: Option<&Arc<dyn PmPool>>, limit_bytes: u64) -> Result<Self, SpillPlanError> {
+        Self::on_host(HostDram::new(), pool, limit_bytes)
+    }
+
+    fn on_host(
+        dram: HostDram,
+        pool: Option<&Arc<dyn PmPool>>,
+        limit_bytes: u64,
+    ) -> Result<Self, SpillPlanError> {
         let budget = match pool.filter(|_| limit_bytes > 0) {
             Some(pool) => {
                 check_overcommit()?;
                 check_private(&**pool).map_err(SpillPlanError::Private)?;
-                Some(Arc::new(SpillBudget::new(Arc::clone(pool), limit_bytes)))
+                Some(Arc::new(SpillBudget::new(Arc::clone(pool), dram, limit_bytes)))
             }
             None => None,
         };
@@ -253,6 +284,7 @@ mod tests {
 
     use tempfile::TempDir;
 
+    use super::super::host_dram::tests::{host, set_available_kib};
     use super::super::{Backing, MappingBudget};
     use super::*;
     use crate::pool::{LocalPool, VolumeFormat, VolumeOptions, VolumeSize};
@@ -272,8 +304,12 @@ mod tests {
         _folder: TempDir,
     }
 
-    /// Plugs all memory that the pool lends: 52 MiB.
     fn fixture() -> Option<Fixture> {
+        fixture_on(HostDram::new())
+    }
+
+    /// Plugs all memory that the pool lends: 52 MiB.
+    fn fixture_on(dram: HostDram) -> Option<Fixture> {
         let folder = TempDir::new_in("/dev/shm").ok()?;
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, POOL + 4 * MIB, 0).unwrap());
@@ -283,7 +319,7 @@ mod tests {
         local.create_volume("thin", options).unwrap();
         local.lend_promised(Some(32 * MIB));
         let pool: Arc<dyn PmPool> = local.clone();
-        let mut plan = SpillPlan::new(Some(&pool), LIMIT).unwrap();
+        let mut plan = SpillPlan::on_host(dram, Some(&pool), LIMIT).unwrap();
         let zone = Arc::new(Reservation::new(POOL, 1 << 30).unwrap());
         let mappings = Arc::new(MappingBudget::new(1000));
         let (mut backing, bytes) = plan.add_zone(&pool, &zone, &mappings, LIMIT);
@@ -364,6 +400,23 @@ mod tests {
         let values = [8, 8192].map(|at| fixture.word(at).load(Ordering::Relaxed));
         assert_eq!(values, [8, 9], "pages that were copied");
         assert_eq!(fixture.word(4096).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn host_without_dram_fails_the_write() {
+        use pmem_volume::media::Media;
+        const MAX_KIB: u64 = (STEP_BYTES + KEPT_DRAM_BYTES) / 1024;
+        let host = host(MAX_KIB - 1);
+        let Some(fixture) = fixture_on(HostDram::in_folder(host.path())) else { return };
+        let volume = fixture.pool.pool().open_volume("thin").unwrap();
+        let store = |chunk: u64| volume.store(chunk * CHUNK_BYTES, &[0xff; 64]);
+        fixture.word(8).store(3, Ordering::Relaxed);
+        assert!(store(0).is_err());
+        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
+        set_available_kib(&host, MAX_KIB);
+        store(0).unwrap();
+        assert!(fixture.bytes.load(Ordering::Relaxed) > 0);
+        assert_eq!(fixture.word(8).load(Ordering::Relaxed), 3);
     }
 
     #[test]
