@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::compaction::Compaction;
 use super::failed_blocks::FailedBlocks;
 use super::lanes::Lanes;
 use super::live_blocks::LiveBlocks;
@@ -15,7 +16,7 @@ use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
 use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
 use crate::btt::layout::{
-    FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, PAGE_BYTES, checksum,
+    FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, PAGE_BYTES, checksum,
 };
 use crate::btt::map_reader::stored_parts;
 use crate::media::{Media, MediaError};
@@ -34,6 +35,8 @@ pub(super) struct Arena {
     pub(super) source: InfoSource,
     /// Live blocks of a thin volume. `None` if nothing is ever released.
     pub(super) live: Option<Box<LiveBlocks>>,
+    /// Locked during a compaction.
+    pub(super) compaction: Mutex<Compaction>,
     /// Blocks whose reads have failed.
     failed: FailedBlocks,
     /// Blocks by sector that recovery would store in the map if the arena were writable. `None`
@@ -80,6 +83,7 @@ impl Arena {
             source,
             failed: FailedBlocks::default(),
             live: live.map(Box::new),
+            compaction: Mutex::default(),
             unreadable,
             fault: OnceLock::new(),
             info,
@@ -208,10 +212,28 @@ impl Arena {
         // A sector that was never written may have no memory yet, and reading it must not allocate
         // any.
         let read = if is_unwritten { space.read(at, into) } else { space.load(at, into) };
-        read.map_err(|source| {
-            self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
-            BttError::Unreadable { sector: self.first_sector + u64::from(sector), source }
-        })
+        read.map_err(|source| self.block_error(sector, at, source))
+    }
+
+    /// Reads a live sector whose map line is locked.
+    pub(super) fn load(
+        &self,
+        common: &Common<impl Media>,
+        sector: u32,
+        entry: u32,
+        into: &mut [u8],
+    ) -> Result<(), BttError> {
+        if self.has_failed(sector, entry) {
+            return Err(self.sector_error(sector));
+        }
+        let at = self.info.block_at(entry & MAP_BLOCK);
+        common.space.load(at, into).map_err(|source| self.block_error(sector, at, source))
+    }
+
+    /// Records that the media of a sector's block has failed.
+    fn block_error(&self, sector: u32, at: u64, source: MediaError) -> BttError {
+        self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
+        BttError::Unreadable { sector: self.first_sector + u64::from(sector), source }
     }
 
     /// Records a block whose media has failed.

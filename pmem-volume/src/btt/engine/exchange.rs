@@ -52,7 +52,7 @@ use super::map::{self, LockedLines};
 use super::{BttError, Common};
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
-use crate::btt::layout::{MAP_BLOCK, MAP_ERROR};
+use crate::btt::layout::{MAP_BLOCK, MAP_ERROR, PAGE_BYTES};
 use crate::media::{Media, MediaError, Pending};
 
 /// Maximum number of sectors in an exchange: a quarter of the lanes, so that four threads can write
@@ -118,8 +118,59 @@ impl<'a, S: Media> Exchange<'a, S, [LaneGuard<'a>; 1]> {
     /// Performs step 1 for a single sector.
     #[inline]
     pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
-        let lanes = [arena.lanes.take_one(&arena.info, &common.readers)];
-        Self { common, arena, first, lanes, locked: None }
+        let lane = arena.lanes.take_one(&arena.info, &common.readers);
+        Self::with_lane(common, arena, first, lane)
+    }
+
+    /// Starts an exchange of a single sector with a lane whose block is not being read.
+    #[inline]
+    pub(super) fn with_lane(
+        common: &'a Common<S>,
+        arena: &'a Arena,
+        first: u32,
+        lane: LaneGuard<'a>,
+    ) -> Self {
+        Self { common, arena, first, lanes: [lane], locked: None }
+    }
+
+    /// Gives up an exchange that was not logged.
+    pub(super) fn into_lane(self) -> LaneGuard<'a> {
+        let [lane] = self.lanes;
+        lane
+    }
+
+    /// Performs steps 2 to 4 for a sector that reads as zeros and must stay so. The map entry keeps
+    /// the flag for zeros, which the redo of this exchange would not set. Therefore, zeros are
+    /// stored and durable before the exchange is committed. A block in a hole needs no zeros.
+    /// Returns the lane, which then has the block of the sector.
+    pub(super) fn run_zeros(mut self, locked: LockedLines<'a>) -> Result<LaneGuard<'a>, BttError> {
+        let Self { common: Common { space, .. }, arena, .. } = self;
+        let block = self.lanes[0].block;
+        self.prepare(&locked, false)?;
+        // The block is counted, so a hole stays one until the exchange ends, or gets zeroed space.
+        let is_hole = matches!(space.next_data(arena.info.data_range(block)), Ok(None));
+        let zeros = [0; PAGE_BYTES as usize];
+        self.store(locked, if is_hole { &[] } else { &zeros })?;
+        self.commit()?;
+        let [lane] = self.publish_as(map::zeros_entry)?;
+        if let Some(live) = &arena.live {
+            live.remove(block);
+        }
+        Ok(lane)
+    }
+
+    /// Performs steps 2 to 4 for a sector whose map line is already locked. Returns the lane, which
+    /// then has the old block of the sector.
+    pub(super) fn run_locked(
+        mut self,
+        locked: LockedLines<'a>,
+        bytes: &[u8],
+    ) -> Result<LaneGuard<'a>, BttError> {
+        self.prepare(&locked, true)?;
+        self.store(locked, bytes)?;
+        self.commit()?;
+        let [lane] = self.publish_as(map::written_entry)?;
+        Ok(lane)
     }
 }
 
@@ -155,20 +206,39 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
     /// Performs step 2. `bytes` must contain at least the sectors of the exchange.
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), BttError> {
-        let Self { common: Common { space, locks, .. }, arena, .. } = *self;
+        let locked = self.lock()?;
+        self.prepare(&locked, true)?;
+        self.store(locked, bytes)
+    }
+
+    /// Locks the map lines of the sectors.
+    #[inline]
+    pub(super) fn lock(&self) -> Result<LockedLines<'a>, BttError> {
         // Checked after the lanes are taken, because a lane that a failed exchange has released
         // still contains the entry of that exchange.
-        arena.check_writable()?;
-        let locked = locks.lock(arena.map.word_range(&self.sectors()));
+        self.arena.check_writable()?;
+        Ok(self.common.locks.lock(self.arena.map.word_range(&self.sectors())))
+    }
+
+    /// Performs the part of step 2 that stores nothing. Without `needs_data`, the blocks get no
+    /// space.
+    #[inline]
+    fn prepare(&mut self, locked: &LockedLines<'_>, needs_data: bool) -> Result<(), BttError> {
         self.count_new_blocks();
-        let prepared = self.provision(&locked).and_then(|()| self.read_old_blocks());
-        if let Err(error) = prepared {
+        let provisioned = self.provision(locked, needs_data);
+        let prepared = provisioned.and_then(|()| self.read_old_blocks());
+        if prepared.is_err() {
             self.discount_new_blocks();
-            return Err(error);
         }
+        prepared
+    }
+
+    /// Performs the rest of step 2. `bytes` may be empty if the blocks contain the data already.
+    #[inline]
+    fn store(&mut self, locked: LockedLines<'a>, bytes: &[u8]) -> Result<(), BttError> {
         let mut pending = Pending::default();
         let stored = self.store_log(bytes, &mut pending);
-        arena.latch(stored.and_then(|()| space.end_persist(&pending)))?;
+        self.arena.latch(stored.and_then(|()| self.common.space.end_persist(&pending)))?;
         self.locked = Some(locked);
         Ok(())
     }
@@ -191,10 +261,10 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
     /// Allocates space for the map words, which are locked, and for the data. Takes no instructions
     /// on media without holes.
     #[inline]
-    fn provision(&self, locked: &LockedLines<'_>) -> Result<(), BttError> {
+    fn provision(&self, locked: &LockedLines<'_>, needs_data: bool) -> Result<(), BttError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         arena.provision(space, locked.words())?;
-        let mut lanes = self.lanes.as_ref().iter();
+        let mut lanes = self.lanes.as_ref().iter().filter(|_| needs_data);
         lanes.try_for_each(|guard| arena.provision(space, arena.info.data_range(guard.block)))
     }
 
@@ -265,10 +335,16 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
 
     /// Performs step 4.
     #[inline]
-    pub(super) fn publish(mut self) -> Result<(), BttError> {
+    pub(super) fn publish(self) -> Result<(), BttError> {
+        self.publish_as(map::written_entry).map(drop)
+    }
+
+    /// Performs step 4 with map entries that `entry` returns for the new blocks. Returns the lanes.
+    #[inline]
+    fn publish_as(mut self, entry: fn(u32) -> u32) -> Result<L, BttError> {
         let locked = self.locked.take().expect("it was logged before");
         let (first, lanes) = (self.first, self.lanes.as_ref());
-        let new = |sector: u32, _| map::written_entry(lanes[(sector - first) as usize].block);
+        let new = |sector: u32, _| entry(lanes[(sector - first) as usize].block);
         self.arena.latch(self.arena.map.change(
             &self.common.space,
             self.sectors(),
@@ -282,7 +358,7 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
             let old = guard.old;
             guard.advance(self.arena.second_slot, sector, old);
         }
-        Ok(())
+        Ok(self.lanes)
     }
 }
 

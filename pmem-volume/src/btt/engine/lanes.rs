@@ -117,7 +117,7 @@ impl Lanes {
 
     /// Takes free lanes with good blocks one by one.
     #[inline]
-    fn free_lanes(&self) -> impl Iterator<Item = LaneGuard<'_>> {
+    pub(super) fn free_lanes(&self) -> impl Iterator<Item = LaneGuard<'_>> {
         self.slots_in_order()
             .filter_map(|slot| slot.0.try_lock())
             .map(LaneGuard::new)

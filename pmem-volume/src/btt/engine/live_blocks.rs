@@ -11,8 +11,8 @@
 //!   value waits for the end of the release, and then finds a hole. Therefore, no writer stores to
 //!   a unit that is being released.
 //!
-//! A unit whose count falls to zero is queued, and the next discard releases it. The writer does
-//! not, because its lane will probably write to the unit soon.
+//! A unit whose count falls to zero is queued, and the next discard or compaction releases it. The
+//! writer does not, because its lane will probably write to the unit soon.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
@@ -98,6 +98,22 @@ impl LiveBlocks {
         self.counts.len()
     }
 
+    /// Number of whole blocks in a unit.
+    pub(super) fn unit_blocks(&self) -> u32 {
+        ((1 << self.unit_shift) / self.block_bytes) as u32
+    }
+
+    /// Returns the number of live blocks in a unit.
+    pub(super) fn live_in(&self, unit: u32) -> u32 {
+        self.counts.get(unit).map_or(0, |count| count.load(Ordering::SeqCst) & BLOCKS)
+    }
+
+    /// Returns the units with live blocks, and the number of these.
+    pub(super) fn used_units(&self) -> impl Iterator<Item = (u32, u32)> {
+        let units = self.counts.used_indexes().map(|unit| (unit, self.live_in(unit)));
+        units.filter(|(_, live)| *live > 0)
+    }
+
     /// Returns the range of a unit in the volume.
     pub(super) fn range_of(&self, unit: u32) -> Range<u64> {
         let start = (self.first_unit + u64::from(unit)) << self.unit_shift;
@@ -107,7 +123,7 @@ impl LiveBlocks {
     /// Returns the units that contain a part of a block. Units with other parts of the volume are
     /// omitted.
     #[inline]
-    fn units_of(&self, block: u32) -> Range<u32> {
+    pub(super) fn units_of(&self, block: u32) -> Range<u32> {
         let at = self.data_at + u64::from(block) * self.block_bytes;
         let first = at >> self.unit_shift;
         let end = ((at + self.block_bytes - 1) >> self.unit_shift) + 1;
@@ -269,7 +285,6 @@ fn wait_for_release(count: &AtomicU32) {
 impl LiveBlocks {
     /// Returns the number of live blocks in each unit.
     pub(super) fn counts(&self) -> Vec<u32> {
-        let blocks = |count: &AtomicU32| count.load(Ordering::SeqCst) & BLOCKS;
-        (0..self.units()).map(|unit| self.counts.get(unit).map_or(0, blocks)).collect()
+        (0..self.units()).map(|unit| self.live_in(unit)).collect()
     }
 }

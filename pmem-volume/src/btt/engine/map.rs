@@ -149,7 +149,12 @@ pub(super) fn written_entry(block: u32) -> u32 {
 /// Returns the entry of a sector after a discard. The sector keeps its block until a later write
 /// exchanges it. Linux reads such an entry in the same way (drivers/nvdimm/btt.c, btt_map_read).
 pub(super) fn discarded_entry(sector: u32, entry: u32) -> u32 {
-    if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
+    zeros_entry(if is_unwritten(entry) { sector } else { entry & MAP_BLOCK })
+}
+
+/// Returns the entry of a sector that has a block but reads as zeros.
+pub(super) fn zeros_entry(block: u32) -> u32 {
+    block | MAP_ZERO
 }
 
 /// Returns true if the entry names a block whose content matters, or is lost.

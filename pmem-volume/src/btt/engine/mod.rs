@@ -10,6 +10,7 @@
 //! - [`discard`]: discards, which leave unwritten sectors unchanged if possible.
 //! - [`live_blocks`], [`release`]: a discard in a thin volume releases space without live blocks,
 //!   as far as the budget allows ([`release_budget`]).
+//! - [`compaction`]: empties the units that [`compaction_plan`] chooses, so that they are released.
 //! - [`arena`]: recovery at open, reading, and handling of damage.
 //!
 //! A write is durable when it returns, as far as the media supports it ([`crate::Durability`]),
@@ -33,6 +34,8 @@
 
 mod arena;
 mod bulk_load;
+mod compaction;
+mod compaction_plan;
 mod cpu;
 mod discard;
 mod exchange;
@@ -48,6 +51,7 @@ mod release_budget;
 mod tests;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -87,6 +91,8 @@ struct Common<S> {
     /// Budget for releases, and the start of its time.
     budget: Mutex<ReleaseBudget>,
     epoch: Instant,
+    /// Bytes that compactions have moved.
+    compacted_bytes: AtomicU64,
 }
 
 /// Arena of the volume, which may be missing.
@@ -263,6 +269,28 @@ impl<S: Media> Engine<S> {
         self.parts(sectors).try_for_each(|(arena, _)| arena?.release_unused(&self.common))
     }
 
+    /// Moves live blocks of a thin volume together, and releases the space that this empties. A
+    /// call empties a limited part of each arena. At most half a byte is moved for each released
+    /// byte. `on_moved` is called with the number of bytes moved since its last call, and returns
+    /// false to end the work. Returns the number of released bytes. 0 means that another call would
+    /// release nothing now.
+    pub fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> Result<u64, BttError> {
+        let mut released_bytes = 0;
+        for slot in &self.arena_slots {
+            if let ArenaSlot::Arena(arena) = slot
+                && arena.check_writable().is_ok()
+            {
+                released_bytes += arena.compact(&self.common, on_moved)?;
+            }
+        }
+        Ok(released_bytes)
+    }
+
+    /// Returns the number of bytes that [`Engine::compact`] has moved since the BTT was opened.
+    pub fn compacted_bytes(&self) -> u64 {
+        self.common.compacted_bytes.load(Ordering::Relaxed)
+    }
+
     /// Makes sectors read as zeros, durably, by setting a flag in their map entries. The sectors
     /// keep their blocks. Sectors that were never written are unchanged if their blocks are holes.
     ///
@@ -384,7 +412,16 @@ impl<S: Media> Common<S> {
             readers: Readers::new(SLOTS),
             budget: Mutex::new(ReleaseBudget::new(units)),
             epoch: Instant::now(),
+            compacted_bytes: AtomicU64::new(0),
         }
+    }
+
+    /// Returns the number of units that may be released now, up to `max`.
+    fn releasable_units(&self, max: u64) -> u64 {
+        let mut budget = self.locked_budget();
+        let units = budget.take(max, self.epoch.elapsed());
+        budget.give_back(units);
+        units
     }
 
     fn locked_budget(&self) -> MutexGuard<'_, ReleaseBudget> {

@@ -78,7 +78,7 @@ impl Arena {
 
     /// Returns true if an unwritten sector may have data in a range of blocks. A sector never
     /// becomes unwritten again, so the result remains valid while no unit becomes a hole.
-    fn has_unwritten_data(&self, space: &impl Media, range: Range<u64>) -> bool {
+    pub(super) fn has_unwritten_data(&self, space: &impl Media, range: Range<u64>) -> bool {
         let block_bytes = u64::from(self.info.block_bytes);
         let first = (range.start - self.info.data_at) / block_bytes;
         let end = (range.end - self.info.data_at).div_ceil(block_bytes);

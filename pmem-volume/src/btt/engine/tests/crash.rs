@@ -63,13 +63,26 @@ fn crash_on(recorded: &Recorded, space: impl Media, seed: u64) -> Result<usize, 
     verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
+/// Crashes like [`crash_with_holes`], while sectors are moved out of sparse units.
+pub(super) fn crash_while_compacting(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media_with_holes(), bug, Oracle::default());
+    let engine = Engine::open(thin(&recorded)).unwrap();
+    recorded.is_open.store(true, Ordering::Relaxed);
+    recorded.record();
+    let mut script = Script::new(&engine, &recorded, 2, 0).with_compactions();
+    script.run(&mut Random::new(seed), 120);
+    assert_eq!(script.compacted_bytes, Some(engine.compacted_bytes()));
+    drop(script);
+    verify(&recorded.take_points(), BOUND, seed, 0)
+}
+
 /// Runs a random script and kills the process at each of its steps. The next process opens the
 /// visible state, durable or not, and continues. A power failure follows while that process opens
 /// the media, or later.
 pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, String> {
     let recorded = Recorded::new(new_media(), InjectedBug::Nothing, Oracle::default());
     let mut images = 0;
-    for (step, (kill, oracle)) in run_until_kill(&recorded, &recorded, seed) {
+    for (step, (kill, oracle)) in run_until_kill(&recorded, &recorded, seed, false) {
         let next = Recorded::new(kill.killed(), bug, oracle.clone());
         next.record();
         images += continue_after_kill(&next, &next, &oracle, seed, step)?;
@@ -79,9 +92,18 @@ pub(super) fn kill_at_random(seed: u64, bug: InjectedBug) -> Result<usize, Strin
 
 /// Kills the process like [`kill_at_random`], on media with holes.
 pub(super) fn kill_with_holes(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    kill_on_holes(seed, bug, false)
+}
+
+/// Kills the process like [`kill_with_holes`], during compactions.
+fn kill_while_compacting(seed: u64, bug: InjectedBug) -> Result<usize, String> {
+    kill_on_holes(seed, bug, true)
+}
+
+fn kill_on_holes(seed: u64, bug: InjectedBug, compacts: bool) -> Result<usize, String> {
     let recorded = Recorded::new(new_media_with_holes(), InjectedBug::Nothing, Oracle::default());
     let mut images = 0;
-    for (step, (kill, oracle)) in run_until_kill(&recorded, thin(&recorded), seed) {
+    for (step, (kill, oracle)) in run_until_kill(&recorded, thin(&recorded), seed, compacts) {
         let next = Recorded::new(kill.killed(), bug, oracle.clone());
         next.record();
         images += continue_after_kill(&next, thin(&next), &oracle, seed, step)?;
@@ -94,12 +116,14 @@ fn run_until_kill(
     recorded: &Recorded,
     space: impl Media,
     seed: u64,
+    compacts: bool,
 ) -> impl Iterator<Item = (usize, (CrashPoint, Oracle))> {
     let engine = Engine::open(space).unwrap();
     recorded.record();
     let mut random = Random::new(seed);
     let writers = 1 + random.below(3) as usize;
-    let mut script = Script::new(&engine, recorded, writers, 0);
+    let script = Script::new(&engine, recorded, writers, 0);
+    let mut script = if compacts { script.with_compactions() } else { script };
     script.run(&mut random, 40);
     drop(script);
     recorded.take_points().into_iter().enumerate()
@@ -170,6 +194,20 @@ fn exchanges_on_media_with_holes_survive_a_crash_at_every_persist() {
     let images: usize =
         seeds(12).map(|seed| crash_with_holes(seed, InjectedBug::Nothing).unwrap()).sum();
     Replay::from_environment().count(images, 15_000);
+}
+
+#[test]
+fn compaction_survives_a_crash_at_every_persist() {
+    let images: usize =
+        seeds(12).map(|seed| crash_while_compacting(seed, InjectedBug::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 15_000);
+}
+
+#[test]
+fn compaction_survives_a_kill_and_then_a_loss_of_power() {
+    let images: usize =
+        seeds(4).map(|seed| kill_while_compacting(seed, InjectedBug::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 5000);
 }
 
 #[test]

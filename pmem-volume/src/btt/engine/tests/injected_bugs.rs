@@ -2,7 +2,8 @@
 //! proves that the tests of the right order are effective.
 
 use super::crash::{
-    crash_at_random, crash_with_holes, hand_over_at_random, kill_at_random, kill_with_holes,
+    crash_at_random, crash_while_compacting, crash_with_holes, hand_over_at_random, kill_at_random,
+    kill_with_holes,
 };
 use super::script::InjectedBug;
 
@@ -85,6 +86,21 @@ fn space_with_another_owner_before_its_release_is_durable_is_detected() {
 fn counts_of_live_blocks_that_lack_new_blocks_are_detected() {
     let error = must_be_detected(crash_with_holes, InjectedBug::UncountedBlocks);
     assert!(error.contains("[0, 0"), "{error}");
+}
+
+#[test]
+fn block_given_away_without_durable_zeros_is_detected() {
+    for bug in [InjectedBug::MissingZeros, InjectedBug::LateZeros] {
+        let error = must_be_detected(crash_while_compacting, bug);
+        assert!(error.contains("is none of"), "{bug:?}: {error}");
+    }
+}
+
+#[test]
+fn wrong_orders_of_a_compaction_are_detected() {
+    for bug in [InjectedBug::Data, InjectedBug::LaneReused, InjectedBug::Release] {
+        must_be_detected(crash_while_compacting, bug);
+    }
 }
 
 #[test]

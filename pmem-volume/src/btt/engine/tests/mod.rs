@@ -1,6 +1,7 @@
 //! Comparison of the engine with a list of sectors, and with checks that do not use the engine.
 
 mod bulk_load;
+mod compaction;
 mod crash;
 mod damage;
 mod holes;

@@ -132,6 +132,54 @@ fn omission_of_any_step_between_readers_and_writers_is_detected() {
     });
 }
 
+impl Sector {
+    /// Moves the sector to block 2, and then zeroes block 1 unless it is being read.
+    fn move_and_zero(&self) {
+        let [old, new] = &self.blocks;
+        for (from, to) in old.iter().zip(new) {
+            to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.map.store(2, Ordering::Release);
+        let is_read = self.readers.is_announced(1..2)
+            && cpu::OMITTED_STEP.get() != OmittedStep::AnnouncementCheck;
+        if !is_read {
+            old.iter().for_each(|word| word.store(ZEROED, Ordering::Relaxed));
+        }
+    }
+
+    fn read_moved(&self) {
+        let find = || Ok::<_, ()>(Some(self.map.load(Ordering::Acquire)));
+        let (block, _announcement) = self.readers.announce_found(find).unwrap().unwrap();
+        let words = &self.blocks[block as usize - 1];
+        assert!(words.iter().all(|word| word.load(Ordering::Relaxed) != ZEROED), "a zeroed block");
+    }
+}
+
+/// Word in a block that a compaction has zeroed.
+const ZEROED: u64 = 98;
+
+fn read_while_moved(omitted: OmittedStep) -> Result<(), String> {
+    every_order(omitted, || {
+        let sector = Arc::new(Sector::new());
+        let reader = Arc::clone(&sector);
+        let reader = thread::spawn(move || reader.read_moved());
+        sector.move_and_zero();
+        reader.join().unwrap();
+    })
+}
+
+#[test]
+fn reader_never_sees_the_zeros_of_a_moved_sector() {
+    in_own_process("reader_never_sees_the_zeros_of_a_moved_sector", || {
+        read_while_moved(OmittedStep::Nothing).unwrap();
+        use OmittedStep::{AnnouncementCheck, ReadersFence, ReleaseFence};
+        for omitted in [ReadersFence, ReleaseFence, AnnouncementCheck] {
+            let found = read_while_moved(omitted).expect_err(&format!("{omitted:?}"));
+            assert!(found.contains("a zeroed block"), "{omitted:?}: {found}");
+        }
+    });
+}
+
 /// Word that a new owner stores in released space.
 const OF_OTHER_OWNER: u64 = 99;
 

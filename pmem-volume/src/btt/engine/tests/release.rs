@@ -17,22 +17,22 @@ const SECTORS: u32 = 48;
 const LANES: u32 = 4;
 /// Unit with 8 blocks. The data begins 2 pages after the start of the volume, so that 5 units
 /// contain only blocks.
-const UNIT_BYTES: u64 = 8 * PAGE_BYTES;
+pub(super) const UNIT_BYTES: u64 = 8 * PAGE_BYTES;
 const UNITS: Range<u64> = 1..6;
 
-type Thin<'a> = ThinMedia<&'a MemoryMedia>;
+pub(super) type Thin<'a> = ThinMedia<&'a MemoryMedia>;
 
-fn new_media(unit_bytes: u64) -> MemoryMedia {
+pub(super) fn new_media(unit_bytes: u64) -> MemoryMedia {
     let media = MemoryMedia::new(ThinMedia::<MemoryMedia>::wrapped_bytes(VOLUME_BYTES, unit_bytes));
     format_small(&ThinMedia::new(&media, VOLUME_BYTES, unit_bytes), SECTORS, LANES);
     media
 }
 
-fn thin(media: &MemoryMedia, unit_bytes: u64) -> Thin<'_> {
+pub(super) fn thin(media: &MemoryMedia, unit_bytes: u64) -> Thin<'_> {
     ThinMedia::new(media, VOLUME_BYTES, unit_bytes).strict().with_reuse()
 }
 
-fn fill(engine: &Engine<impl Media>, sectors: Range<u64>, version: u64) {
+pub(super) fn fill(engine: &Engine<impl Media>, sectors: Range<u64>, version: u64) {
     let bytes: Vec<u8> = sectors.clone().flat_map(|at| content(at, version, 4096)).collect();
     engine.write(sectors.start, &bytes).unwrap();
 }
@@ -195,7 +195,7 @@ fn count_after_operations(seed: u64, unit_bytes: u64) -> usize {
         let first = random.below(u64::from(SECTORS));
         let sectors = first..u64::from(SECTORS).min(first + 1 + random.below(12));
         let before = thin.allocated().len();
-        let result = match random.below(9) {
+        let result = match random.below(10) {
             0 => {
                 engine = Engine::open(&thin).unwrap();
                 Ok(())
@@ -207,6 +207,7 @@ fn count_after_operations(seed: u64, unit_bytes: u64) -> usize {
                 thin.set_available_chunks(free);
                 Ok(())
             }
+            5 => engine.compact(&mut |_| true).map(drop),
             _ => {
                 let bytes: Vec<u8> =
                     sectors.flat_map(|sector| content(sector, version, 4096)).collect();

@@ -12,11 +12,11 @@ use super::super::lanes::{self, LaneGuards};
 use super::super::map::{LINE_SECTORS, written_entry};
 use super::*;
 use crate::btt::arena::ArenaInfo;
-use crate::btt::flog::{Recovery, read_map, recover};
-use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
+use crate::btt::flog::{MapEntry, MapKind, Recovery, newest, read_map, recover, second_slot};
+use crate::btt::layout::{FlogGroupBytes, MAP_BLOCK, PAGE_BYTES};
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::thin::ThinMedia;
-use crate::media::{Durability, Media, MediaError, Pending};
+use crate::media::{Durability, Media, MediaError, Pending, is_zero};
 
 pub(super) const SECTORS: u32 = 48;
 pub(super) const LANES: u32 = 4;
@@ -72,6 +72,10 @@ pub(super) enum InjectedBug {
     Release,
     /// The counts of live blocks lack the new blocks of exchanges.
     UncountedBlocks,
+    /// A compaction stores no zeros in the block that a lane gives away.
+    MissingZeros,
+    /// These zeros are not durable before the second half.
+    LateZeros,
 }
 
 /// Persist that has begun for a range. Like a CPU, it writes back the current content of the cache
@@ -193,6 +197,12 @@ impl Recorded {
         range.start >= VOLUME_BYTES && Media::load_word(&self.media, range.start).unwrap() == 0
     }
 
+    fn is_zero(&self, range: &Range<u64>) -> bool {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        self.media.read(range.start, &mut bytes).unwrap();
+        is_zero(&bytes)
+    }
+
     fn in_map(&self, range: &Range<u64>) -> bool {
         self.map.start <= range.start && range.start < self.map.end
     }
@@ -265,6 +275,9 @@ impl Media for Recorded {
         pending: &mut Pending,
     ) -> Result<(), MediaError> {
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
+        if self.bug == InjectedBug::MissingZeros && is_zero(bytes) {
+            return Ok(());
+        }
         if self.bug == InjectedBug::DataPersistedTooEarly {
             self.begin_persist(range, pending)?;
             return self.store(offset_bytes, bytes);
@@ -297,6 +310,7 @@ impl Media for Recorded {
             InjectedBug::SectorRewritten => index > 0,
             InjectedBug::LaneReused => index == 0 || !self.in_map(range),
             InjectedBug::Data => !is_data(range),
+            InjectedBug::LateZeros => !is_data(range) || !self.is_zero(range),
             _ => true,
         };
         let persisted =
@@ -401,6 +415,8 @@ pub(super) struct Script<'a, S> {
     recorded: &'a Recorded,
     active: Vec<Option<Active<'a, S>>>,
     version: u64,
+    /// Number of bytes that compactions have moved, if the script compacts.
+    pub(super) compacted_bytes: Option<u64>,
 }
 
 impl<'a, S: Media> Script<'a, S> {
@@ -411,7 +427,13 @@ impl<'a, S: Media> Script<'a, S> {
         writers: usize,
         version: u64,
     ) -> Self {
-        Self { engine, recorded, active: (0..writers).map(|_| None).collect(), version }
+        let active = (0..writers).map(|_| None).collect();
+        Self { engine, recorded, active, version, compacted_bytes: None }
+    }
+
+    /// Makes the script discard more and compact.
+    pub(super) fn with_compactions(self) -> Self {
+        Self { compacted_bytes: Some(0), ..self }
     }
 
     /// Executes `steps` steps of randomly chosen writers.
@@ -424,10 +446,25 @@ impl<'a, S: Media> Script<'a, S> {
             }
             let first = random.below(u64::from(SECTORS) - 2) as u32;
             let sectors = first..first + 1 + random.below(2) as u32;
-            match random.below(6) {
-                0 => self.discard(writer, sectors),
+            match (random.below(6), self.compacted_bytes) {
+                (0, _) | (1, Some(_)) => self.discard(writer, sectors),
+                (2, Some(_)) => self.compact(),
                 _ => self.begin(writer, sectors),
             }
+        }
+    }
+
+    /// Performs a pass of a compaction unless it would block.
+    fn compact(&mut self) {
+        let exchanges = || self.active.iter().flatten().filter(|active| active.exchange.is_some());
+        let lanes: usize = exchanges().map(|active| active.sectors.len()).sum();
+        if lanes < LANES as usize && exchanges().all(|active| active.steps == 1) {
+            let moved_bytes = self.compacted_bytes.get_or_insert_default();
+            let mut on_moved = |bytes| {
+                *moved_bytes += bytes;
+                true
+            };
+            self.engine.compact(&mut on_moved).unwrap();
         }
     }
 
@@ -582,6 +619,44 @@ impl<'a> Driver<'a> {
     }
 }
 
+/// Blocks that the Linux driver stores in the map when it opens a BTT (drivers/nvdimm/btt.c,
+/// btt_freelist_init), by sector. It does not use the recovery of the engine.
+struct LinuxRecovery {
+    info: ArenaInfo,
+    redo: BTreeMap<u32, u32>,
+}
+
+impl LinuxRecovery {
+    fn of(image: &impl Media) -> Self {
+        let (info, _) = read_arena(image, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+        let mut groups = vec![FlogGroupBytes::new_zeroed(); info.lanes as usize];
+        image.read(info.flog_at, groups.as_mut_bytes()).unwrap();
+        let second = second_slot(&groups).unwrap();
+        let mut redo = BTreeMap::new();
+        for group in &groups {
+            let pair = [&group.entries[0], &group.entries[second]];
+            let entry = pair[newest(pair).unwrap()];
+            let [old, new] = [&entry.old_map, &entry.new_map].map(|map| map.get() & MAP_BLOCK);
+            let mapped = read_map(image, &info, entry.lba.get()).unwrap().block;
+            if old != new && mapped == old {
+                redo.insert(entry.lba.get(), new);
+            }
+        }
+        Self { info, redo }
+    }
+
+    fn read(&self, image: &impl Media, sector: u32) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE_BYTES as usize];
+        let block = match (self.redo.get(&sector), read_map(image, &self.info, sector).unwrap()) {
+            (Some(block), _) => *block,
+            (None, MapEntry { kind: MapKind::Data, block }) => block,
+            (None, _) => return bytes,
+        };
+        image.read(self.info.block_at(block), &mut bytes).unwrap();
+        bytes
+    }
+}
+
 impl SectorVersions {
     /// Ends a write or a discard. From here on, its version is the content of the sector.
     fn end(&mut self, version: u64) {
@@ -615,7 +690,8 @@ impl Oracle {
     /// Verifies an image, which may have holes. Returns an oracle with its content and without
     /// writes in progress.
     ///
-    /// 1. A check finds nothing.
+    /// 1. A check finds nothing, and a recovery as in Linux reads a possible version of every
+    ///    sector.
     /// 2. The engine opens it, and reads a possible version of every sector.
     /// 3. A check finds nothing, and nothing to redo.
     pub(super) fn verify(&self, image: &Simulator) -> Result<Self, String> {
@@ -643,6 +719,8 @@ impl Oracle {
             }
         };
         check_is_clean("before")?;
+        let linux = LinuxRecovery::of(image);
+        self.find(|sector| linux.read(image, sector)).map_err(|error| format!("Linux: {error}"))?;
         let engine = Engine::open(image).map_err(|error| error.to_string())?;
         let found = self.read(&engine)?;
         if check_is_clean("after")?.arenas[0].redo > 0 {
@@ -653,11 +731,17 @@ impl Oracle {
 
     /// Returns the versions that an engine reads, provided that all of them are possible.
     pub(super) fn read(&self, engine: &Engine<impl Media>) -> Result<Self, String> {
+        self.find(|sector| read(engine, u64::from(sector)))
+    }
+
+    /// Returns the versions of the sectors that `read` returns, provided that all of them are
+    /// possible.
+    fn find(&self, read: impl Fn(u32) -> Vec<u8>) -> Result<Self, String> {
         let mut found = Self::default();
         let untouched = SectorVersions::default();
         for sector in 0..SECTORS {
             let versions = self.0.get(&sector).unwrap_or(&untouched);
-            let bytes = read(engine, u64::from(sector));
+            let bytes = read(sector);
             let allowed = std::iter::once(&versions.current).chain(&versions.pending);
             let Some(version) = allowed.copied().find(|v| bytes == sparse_content(sector, *v))
             else {
