@@ -56,7 +56,7 @@ impl ThreadKind {
             "_api" => Self::Api,
             "_device" | "_console" => Self::Device,
             "_vsock" => Self::Vsock,
-            "_pmem" => Self::Queue,
+            "_pmem" | "_compact" => Self::Queue,
             "_mem" | "_lost" | "_spill" => Self::Memory,
             "_agent" | "_pressure" => Self::Governor,
             "_events" | "_record" => Self::Writer,

@@ -51,6 +51,7 @@ pub(crate) use self::json::fields;
 pub use self::landlock::{LandlockAccess, LandlockConfig, LandlockMode};
 pub use self::memory::{
     HostMemoryConfig, HotplugMethod, MIN_PM_NODE, MemoryConfig, MemoryZoneConfig, PmMemoryConfig,
+    STORAGE_HIGH_BYTES,
 };
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};

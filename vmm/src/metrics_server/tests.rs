@@ -134,6 +134,9 @@ impl BlockDevice for Damaged {
     fn released_bytes(&self) -> Option<u64> {
         Some(4 << 20)
     }
+    fn compacted_bytes(&self) -> Option<u64> {
+        Some(1 << 20)
+    }
     fn read_only_arenas(&self) -> usize {
         2
     }

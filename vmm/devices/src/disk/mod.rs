@@ -101,8 +101,21 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
-    /// Bytes of a pool that discards have released. `None` if the disk is not in a pool.
+    /// Bytes of a pool that discards and compactions have released. `None` if the disk is not in a
+    /// pool.
     fn released_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Moves data together and releases the space that becomes empty, for as long as `on_moved`
+    /// returns true. It is called with the number of bytes moved since its last call. Returns the
+    /// number of released bytes, and 0 if there is nothing to do.
+    fn compact(&self, _on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    /// Bytes that [`Self::compact`] has moved. `None` if the disk is not in a pool.
+    fn compacted_bytes(&self) -> Option<u64> {
         None
     }
 

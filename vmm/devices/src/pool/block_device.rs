@@ -96,6 +96,14 @@ impl BlockDevice for Engine<Volume> {
         Some(self.space().released_bytes())
     }
 
+    fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
+        Engine::compact(self, on_moved).map_err(io_error)
+    }
+
+    fn compacted_bytes(&self) -> Option<u64> {
+        Some(Engine::compacted_bytes(self))
+    }
+
     fn read_only_arenas(&self) -> usize {
         self.arenas().iter().filter(|arena| arena.read_only.is_some()).count()
     }

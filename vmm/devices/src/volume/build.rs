@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use foreshore_types::VolumeFormat;
 use pmem_volume::Durability;
 
+use super::compactor::Compactor;
 use super::config::PmVolumeConfig;
 use super::file::PmemFile;
 use super::interface::Chosen;
@@ -72,6 +73,8 @@ pub struct VolumePlace {
     pub node: u32,
     /// Number of NVDIMMs that were built before this one.
     pub nvdimms: usize,
+    /// Free space of the pool below which a thin volume is compacted.
+    pub min_free_bytes: u64,
 }
 
 /// Volume with its device.
@@ -85,6 +88,8 @@ pub struct BuiltVolume {
     pub device: VolumeDevice,
     /// Keeps the volume open. `None` if the device keeps it open.
     pub volume: Option<Arc<dyn PoolVolume>>,
+    /// Compacts a thin volume that the guest may write.
+    pub compactor: Option<Compactor>,
 }
 
 /// Bytes of the pool that a volume occupies. The value does not keep the volume open.
@@ -120,7 +125,7 @@ pub fn build_volume(
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
     match new.interface {
-        Chosen::VirtioBlk => build_virtio_blk(new, place.boot_vcpus, context),
+        Chosen::VirtioBlk => build_virtio_blk(new, place, context),
         Chosen::Nvdimm => build_nvdimm(MappedVolume::new(new, memory, context)?, place, context),
         Chosen::VirtioPmem => build_virtio_pmem(MappedVolume::new(new, memory, context)?, context),
     }
@@ -176,6 +181,7 @@ impl<'a> MappedVolume<'a> {
             allocated: Allocated::Fixed(self.volume.size_bytes()),
             device: device(self.mapped)?,
             volume: Some(self.volume),
+            compactor: None,
         })
     }
 }
@@ -261,13 +267,14 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
 /// all queues in parallel.
 fn build_virtio_blk(
     new: NewVolume<'_>,
-    boot_vcpus: u8,
+    place: &VolumePlace,
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
-    let NewVolume { config, volume, .. } = new;
+    let NewVolume { config, pool, volume, .. } = new;
     let extents = volume.extents().len();
     let VolumeDisk { device, btt_loss } = volume.into_disk()?;
     let served = Arc::downgrade(&device);
+    let is_compacted = device.geometry().unmap && !config.readonly;
     if let Some(loss) = &btt_loss {
         let pool = config.pool.display().to_string();
         context.machine.events.emit_of_guest(loss_event(loss, &pool, &config.name));
@@ -275,7 +282,7 @@ fn build_virtio_blk(
     let shape = DiskShape {
         id: config.name.clone(),
         serial: config.name.clone(),
-        queues: u16::from(boot_vcpus).min(QUEUES_MAX),
+        queues: u16::from(place.boot_vcpus).min(QUEUES_MAX),
         queue_size: QUEUE_SIZE,
         read_only: config.readonly,
     };
@@ -283,11 +290,17 @@ fn build_virtio_blk(
     let disk = device.handle();
     let (size_bytes, failure) = (disk.size_bytes(), disk.failure());
     let allocated = Allocated::Growing(Weak::clone(&served));
+    let compacted = Weak::clone(&served);
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
     let source = metrics(config, size_bytes, (failure.clone(), allocated.clone()), counters);
     let device = new_device(device, context)?.exposing(source).with_handle(disk);
     let device = VolumeDevice::Pci(device.attach(context)?);
-    Ok(BuiltVolume { size_bytes, extents, failure, allocated, device, volume: None })
+    let compactor = match is_compacted {
+        true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),
+        false => None,
+    };
+    let volume = None;
+    Ok(BuiltVolume { size_bytes, extents, failure, allocated, device, volume, compactor })
 }
 
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {

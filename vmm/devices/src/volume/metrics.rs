@@ -105,10 +105,19 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns the bytes that discards have released. `None` if the guest cannot discard.
+    /// Returns the bytes that discards and compactions have released. `None` if the guest cannot
+    /// discard.
     fn released_bytes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.released_bytes(),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
+    /// Returns the bytes that compactions have moved. `None` if the VMM does not translate sectors.
+    fn compacted_bytes(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.compacted_bytes(),
             VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -134,9 +143,12 @@ impl Expose for VolumeMetrics {
         let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
         let allocated = self.allocated.bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);
-        let help = "Bytes of a thin volume that discards released.";
+        let help = "Bytes of a thin volume that discards and compaction released.";
         let released = Family("volume_released", help, Some(Unit::Bytes));
         out.counters(released, self.released_bytes().map(|bytes| (labels.clone(), bytes)));
+        let help = "Bytes of a thin volume that were moved to release space.";
+        let compacted = Family("volume_compacted", help, Some(Unit::Bytes));
+        out.counters(compacted, self.compacted_bytes().map(|bytes| (labels.clone(), bytes)));
         let flushes = self.flushes().map(|(result, count)| (and(&labels, "result", result), count));
         out.counters(Family("volume_flushes", "Flushes requested by the guest.", None), flushes);
         let failed = Family("volume_failed", "1 when a flush of the volume has failed.", None);

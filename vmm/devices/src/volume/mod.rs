@@ -2,6 +2,7 @@
 //! durability.
 
 pub mod build;
+pub mod compactor;
 pub mod config;
 pub mod file;
 pub mod guest_btt;

@@ -13,7 +13,7 @@ use self::plug_bandwidth::DEFAULT_PLUG_BANDWIDTH;
 use self::zone::{check_hotplug, check_plug_bandwidth};
 
 pub use self::host::HostMemoryConfig;
-pub use self::pm::{MIN_PM_NODE, PmMemoryConfig};
+pub use self::pm::{MIN_PM_NODE, PmMemoryConfig, STORAGE_HIGH_BYTES};
 pub use self::zone::MemoryZoneConfig;
 
 words! {

@@ -30,6 +30,8 @@ const BANDWIDTH: u64 = 6600 << 20;
 
 /// Default of `storage_min`. Writes of this size do not wait while the VMM begins to move memory.
 const STORAGE_MIN_BYTES: u64 = 32 << 20;
+/// Default of `storage_high`.
+pub const STORAGE_HIGH_BYTES: u64 = 4 * STORAGE_MIN_BYTES;
 /// Lowest limit on erasing: one chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = UNIT_BYTES;
 
@@ -56,7 +58,7 @@ section! {
             => "Free space for thin volumes below which the pool lends no memory",
         storage_low: u64 = 2 * STORAGE_MIN_BYTES
             => "Free space for thin volumes below which PM is unplugged",
-        storage_high: u64 = 4 * STORAGE_MIN_BYTES
+        storage_high: u64 = STORAGE_HIGH_BYTES
             => "Free space for thin volumes at which the unplugging ends",
         spill: u64 = 0
             => "Space of thin volumes that is lent as memory, and DRAM to which this memory is moved if volumes need it; 0 for none",

@@ -1,6 +1,7 @@
 //! Opens volumes, and attaches each by an interface that is safe for it.
 
 use std::any::Any;
+use std::path::Path;
 use std::sync::Arc;
 
 use foreshore_devices::device::{DeviceContext, DeviceList};
@@ -22,7 +23,7 @@ use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use crate::config::{PmVolumeConfig, VmConfig};
+use crate::config::{PmVolumeConfig, STORAGE_HIGH_BYTES, VmConfig};
 use crate::vm::error::BuildError;
 use crate::vm::numa_tables;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
@@ -60,10 +61,12 @@ pub(in crate::vm) fn attach(
             boot_vcpus: config.cpus.boot_vcpus,
             node: numa_tables::volume_node(memory.zones()),
             nvdimms: attached.nvdimms.len(),
+            min_free_bytes: storage_high_bytes(config, &volume_config.pool),
         };
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
-        let BuiltVolume { size_bytes, extents, failure, allocated, device, volume } = built;
+        let BuiltVolume { size_bytes, extents, failure, allocated, device, volume, compactor } =
+            built;
         let mut held: Vec<Box<dyn Any + Send>> = Vec::new();
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
@@ -74,6 +77,7 @@ pub(in crate::vm) fn attach(
             }
         }
         held.extend(volume.map(|volume| Box::new(volume) as _));
+        held.extend(compactor.map(|compactor| Box::new(compactor) as _));
         let opened = Opened { size_bytes, extents, failure, allocated, _held: held };
         attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
@@ -82,6 +86,12 @@ pub(in crate::vm) fn attach(
         context.mmio.insert(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN, registers)?;
     }
     Ok(attached)
+}
+
+/// Returns the value of `storage_high` for a pool.
+fn storage_high_bytes(config: &VmConfig, pool: &Path) -> u64 {
+    let zone = config.pm_memory.iter().find(|zone| zone.pool == pool);
+    zone.map_or(STORAGE_HIGH_BYTES, |zone| zone.storage_high)
 }
 
 /// Returns the interface of each volume, in the order of the volumes in `config`.
@@ -182,7 +192,7 @@ fn grow(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>, size_bytes: u64) -> Res
 
 #[cfg(test)]
 mod tests {
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
 
     use foreshore_devices::metrics::Metrics;
     use pmem_volume::Durability;
@@ -307,7 +317,7 @@ mod tests {
         let hints = usize::from(pool.durability() == Durability::PageCache);
         let interface = Chosen::Nvdimm;
         let new = NewVolume { config: &config.pm_volumes[0], interface, pool, volume };
-        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
+        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0, min_free_bytes: 0 };
         let built = build_volume(new, &place, &mut machine.memory, &machine.context).unwrap();
         assert_eq!(footprint(&machine), (before.0 + hints, before.1 + 1, before.2 + 1));
         drop(built);
@@ -337,7 +347,7 @@ mod tests {
         let (volume, volume_config) = (volumes.remove(0), &config.pm_volumes[0]);
         let (interface, pool) = (Chosen::VirtioBlk, resources.pool(pool));
         let new = NewVolume { config: volume_config, interface, pool, volume };
-        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0 };
+        let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0, min_free_bytes: 0 };
         drop(build_volume(new, &place, &mut machine.memory, &machine.context).unwrap());
         let sent = machine.context.machine.events.counters().emitted();
         let names = sent.into_iter().filter(|(_, count)| *count > 0).map(|((_, name), _)| name);
