@@ -178,7 +178,7 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Create, list, resize, convert, split, rename, export, import and delete volumes
+    /// Create, list, resize, convert, compact, split, rename, export, import and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
     /// Check and repair BTTs, read and write single sectors
@@ -285,6 +285,20 @@ Examples:
     List {
         /// Pool
         pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Move the data of a thin volume together and release the rest of its space
+    ///
+    /// The content does not change. At most half a byte is moved for each released byte, so some
+    /// space may remain.
+    #[command(after_help = "Example:\n  pmvol volume compact /pm/pool data")]
+    Compact {
+        /// Pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_parser = volume_name())]
+        name: String,
         #[command(flatten)]
         output: Output,
     },

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use pmem_volume::btt::Engine;
 use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::pool::SplitContent;
 use pmem_volume::progress::OnProgress;
@@ -15,7 +16,7 @@ use thiserror::Error;
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::btt::{self, BttCommand, Location};
 use super::meter::with_meter;
-use super::print::{PoolReport, ScrubReport, VolumesReport, print};
+use super::print::{CompactReport, PoolReport, ScrubReport, VolumesReport, print};
 use super::usage::RAW_IS_THICK;
 use super::{create_from, manual, print};
 
@@ -125,6 +126,14 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
                 change_pool(pool, |pool, progress| convert(pool, name, allocation.thin, progress))?;
             let report = VolumesReport::new(&pool, &[volume]);
             print(output, &report, |out| print::volume_converted(out, &report.volumes[0]))?;
+            print::warn_waiting(&pool);
+        }
+        VolumeCommand::Compact { pool, name, output } => {
+            let (pool, (released_bytes, moved_bytes)) =
+                change_pool(pool, |pool, progress| compact(pool, name, progress))?;
+            let report =
+                CompactReport { path: pool.path(), volume: name, released_bytes, moved_bytes };
+            print(output, &report, |out| print::volume_compacted(out, &report))?;
             print::warn_waiting(&pool);
         }
         VolumeCommand::Rename { pool, name, new_name, output } => {
@@ -242,6 +251,29 @@ fn convert(
         pool.scrub_all_with(progress)?;
     }
     Ok(volume)
+}
+
+/// Compacts a thin volume and erases the released space. Returns the numbers of released and moved
+/// bytes.
+fn compact(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> anyhow::Result<(u64, u64)> {
+    let volume = pool.open_volume(name)?;
+    if !volume.info().thin {
+        return Err(CompactThick { name: name.to_owned() }.into());
+    }
+    let before_bytes = volume.allocated_bytes();
+    let engine = Engine::open(volume)?;
+    while engine.compact(&mut |_| true)? > 0 {}
+    engine.quiesce()?;
+    let released_bytes = before_bytes.saturating_sub(engine.space().allocated_bytes());
+    pool.scrub_all_with(progress)?;
+    Ok((released_bytes, engine.compacted_bytes()))
+}
+
+/// Error for a thick volume, which keeps all of its space.
+#[derive(Debug, Error)]
+#[error("volume {name:?} is thick, and only a thin volume releases space")]
+pub(crate) struct CompactThick {
+    name: String,
 }
 
 /// Error for a raw volume that would become thin.

@@ -72,6 +72,14 @@ pub(crate) struct ScrubReport<'a> {
     pub(crate) erased_bytes: u64,
 }
 
+#[derive(Serialize)]
+pub(crate) struct CompactReport<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) volume: &'a str,
+    pub(crate) released_bytes: u64,
+    pub(crate) moved_bytes: u64,
+}
+
 /// Report on the volumes of a pool, or on those that a command created or changed.
 #[derive(Serialize)]
 pub(crate) struct VolumesReport<'a> {
@@ -369,6 +377,12 @@ pub(crate) fn volume_created(out: Out<'_>, volume: &VolumeLine) -> io::Result<()
 pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {
     let (name, extents) = (&volume.info.name, volume.info.extents);
     writeln!(out, "volume {name} resized: {}, in {extents} piece(s)", size_of(volume))
+}
+
+pub(crate) fn volume_compacted(out: Out<'_>, report: &CompactReport<'_>) -> io::Result<()> {
+    let [released, moved] =
+        [report.released_bytes, report.moved_bytes].map(|bytes| Size(bytes).rounded());
+    writeln!(out, "volume {} compacted: {released} released, {moved} moved", report.volume)
 }
 
 pub(crate) fn volume_converted(out: Out<'_>, volume: &VolumeLine) -> io::Result<()> {

@@ -2,6 +2,8 @@
 
 mod shell;
 
+use pmem_volume::btt::Engine;
+use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;
 use shell::Folder;
 
@@ -70,6 +72,42 @@ fn zeros_of_an_image_are_not_allocated_and_conversions_keep_the_content() {
 }
 
 #[test]
+fn compaction_releases_space_and_keeps_the_content() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "48M", "--thin"]);
+    let is_kept = |sector: u64| sector.is_multiple_of(8);
+    let content = |sector: u64| (sector + 1).to_le_bytes().repeat(512);
+    {
+        let pool = Pool::open(&folder.path("pool"), OpenMode::ReadWrite).unwrap();
+        let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
+        for sector in 0..8192 {
+            engine.write(sector, &content(sector)).unwrap();
+        }
+        (0..8192).filter(|sector| !is_kept(*sector)).for_each(|sector| {
+            engine.write_zeroes(sector..sector + 1).unwrap();
+        });
+    }
+    let before_bytes = allocated_bytes(&folder, true);
+    let report = folder.json(&["volume", "compact", "pool", "data", "--json"]);
+    let number = |field: &str| report[field].as_u64().unwrap();
+    assert_eq!(number("released_bytes"), before_bytes - allocated_bytes(&folder, true));
+    assert!(number("released_bytes") >= 20 * MIB, "{report}");
+    assert!((1..=number("released_bytes") / 2).contains(&number("moved_bytes")), "{report}");
+    let text = folder.succeed(&["volume", "compact", "pool", "data"]);
+    assert_eq!(text, "volume data compacted: 0 released, 0 moved\n");
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    let pool = Pool::open(&folder.path("pool"), OpenMode::ReadWrite).unwrap();
+    let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
+    for sector in 0..8192 {
+        let mut bytes = vec![1; 4096];
+        engine.read(sector, &mut bytes).unwrap();
+        let expected = if is_kept(sector) { content(sector) } else { vec![0; 4096] };
+        assert!(bytes == expected, "{sector}");
+    }
+}
+
+#[test]
 fn impossible_thin_volumes_are_refused() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -86,4 +124,6 @@ fn impossible_thin_volumes_are_refused() {
     let raw = ["\"raw\" is raw", "a raw volume cannot be thin"];
     folder.fail(&["volume", "convert", "pool", "raw", "--thin"], &raw);
     folder.succeed(&["volume", "convert", "pool", "raw", "--thick"]);
+    folder
+        .fail(&["volume", "compact", "pool", "raw"], &["\"raw\" is thick, and only a thin volume"]);
 }
