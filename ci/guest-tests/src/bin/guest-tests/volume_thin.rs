@@ -15,6 +15,7 @@ guest_tests::tests![
     only_writes_allocate_chunks_of_a_thin_volume_on_6_1: 300 (long) on [V6_1] x 2 =>
         only_writes_allocate_chunks_of_a_thin_volume(),
     fstrim_releases_the_chunks_of_deleted_files: 300 x 2,
+    compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
 ];
@@ -27,11 +28,16 @@ fn boot(builder: GuestBuilder, device: &str) -> Result<Guest> {
     Ok(guest)
 }
 
-/// Allocated bytes of the volume. Checks that the API and the metrics report the same.
-fn allocated_bytes(guest: &Guest) -> Result<u64> {
+/// Allocated bytes of the volume, which a compaction may change at any time.
+fn current_allocated_bytes(guest: &Guest) -> Result<u64> {
     let volumes = guest.get("vm.volumes")?;
     let bytes = volumes["volumes"][0]["allocated_bytes"].as_u64();
-    let bytes = bytes.with_context(|| format!("No allocated_bytes: {volumes}"))?;
+    bytes.with_context(|| format!("No allocated_bytes: {volumes}"))
+}
+
+/// Allocated bytes of the volume. Checks that the API and the metrics report the same.
+fn allocated_bytes(guest: &Guest) -> Result<u64> {
+    let bytes = current_allocated_bytes(guest)?;
     let labels = [("volume", "data"), ("interface", "virtio-blk")];
     let metric = guest.metric("foreshore_volume_allocated_bytes", &labels)?;
     ensure!(metric == bytes as f64, "The metric is {metric}, but the API reports {bytes}");
@@ -104,6 +110,54 @@ fn fstrim_releases_the_chunks_of_deleted_files() -> Result<()> {
     ensure!(info["volume_bytes"].as_u64() >= Some(before_kill), "{info}");
     ensure!(info["promised_bytes"] == 96 * MIB, "{info}");
     Ok(())
+}
+
+/// Each chunk keeps one of 16 files, so fstrim releases almost no chunk. The pool has less free
+/// space than `storage_high`, so the VMM compacts.
+fn compaction_releases_the_chunks_of_scattered_files() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && sync",
+    )?;
+    let empty = current_allocated_bytes(&guest)?;
+    // 48 MiB in 384 files.
+    guest.run_within(
+        IO_LIMIT,
+        "cd /mnt/t && for n in $(seq 384); do \
+             dd if=/dev/urandom of=$n bs=128k count=1 2>/dev/null || exit 1; \
+         done && sync",
+    )?;
+    let full = current_allocated_bytes(&guest)?;
+    ensure!(full >= empty + 40 * MIB, "{empty} bytes grew only to {full}");
+    guest.run_within(
+        IO_LIMIT,
+        "cd /mnt/t && for n in $(seq 384); do [ $((n % 16)) = 0 ] || rm $n || exit 1; done && \
+         sha256sum [0-9]* > sums && sync && fstrim /mnt/t",
+    )?;
+    // 45 MiB were deleted. Meanwhile, the file system may initialize its inode tables.
+    guest.wait_until("the chunks of deleted files are released", 2 * IO_LIMIT, || {
+        Ok(current_allocated_bytes(&guest)? <= full - 28 * MIB)
+    })?;
+    let labels = [("volume", "data"), ("interface", "virtio-blk")];
+    let moved = guest.metric("foreshore_volume_compacted_bytes_total", &labels)?;
+    ensure!(moved > 0.0, "Nothing was moved");
+    guest.run_within(
+        IO_LIMIT,
+        "cd / && umount /mnt/t && e2fsck -fn /dev/vda && mount -t ext4 /dev/vda /mnt/t && \
+         cd /mnt/t && sha256sum -c sums",
+    )?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check()?;
+    let guest = boot(guest_with(&pool, "interface=virtio-blk"), "/dev/vda")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && cd /mnt/t && sha256sum -c sums",
+    )?;
+    guest.power_off()?;
+    pool.check().map(drop)
 }
 
 fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
