@@ -204,6 +204,23 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
+    /// Opens the arenas that were linked into the BTT since it was opened. Their sectors follow the
+    /// existing ones. After an error, the arenas before the failed one are open.
+    pub(crate) fn open_added_arenas(&mut self) -> Result<(), BttError> {
+        let found = arenas(&self.common.space);
+        Self::check(&found)?;
+        let open = self.arena_slots.len();
+        found.into_iter().skip(open).try_for_each(|arena| self.open_next(arena))?;
+        let units = release_units(&self.common.space);
+        self.common.locked_budget().grow(units);
+        Ok(())
+    }
+
+    /// Returns the media of the BTT, so that they can grow.
+    pub(crate) fn space_mut(&mut self) -> &mut S {
+        &mut self.common.space
+    }
+
     /// Returns the media of the BTT.
     pub fn space(&self) -> &S {
         &self.common.space
@@ -403,14 +420,19 @@ impl<S: Media> Engine<S> {
     }
 }
 
+/// Number of units that the media can release.
+fn release_units(space: &impl Media) -> u64 {
+    space.release_unit_bytes().map_or(0, |unit| space.len_bytes() / unit)
+}
+
 impl<S: Media> Common<S> {
     fn new(space: S) -> Self {
-        let units = space.release_unit_bytes().map_or(0, |unit| space.len_bytes() / unit);
+        let budget = ReleaseBudget::new(release_units(&space));
         Self {
             space,
             locks: LineLocks::new(LOCKS),
             readers: Readers::new(SLOTS),
-            budget: Mutex::new(ReleaseBudget::new(units)),
+            budget: Mutex::new(budget),
             epoch: Instant::now(),
             compacted_bytes: AtomicU64::new(0),
         }

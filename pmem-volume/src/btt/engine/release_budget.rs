@@ -28,6 +28,12 @@ impl ReleaseBudget {
         Self { capacity, fraction: Self::fraction_of(capacity), updated: Duration::ZERO }
     }
 
+    /// Adds the units of a volume that has grown to `capacity`.
+    pub(super) fn grow(&mut self, capacity: u64) {
+        self.fraction += Self::fraction_of(capacity.saturating_sub(self.capacity));
+        self.capacity = self.capacity.max(capacity);
+    }
+
     fn fraction_of(units: u64) -> u128 {
         u128::from(units) * FILL_TIME.as_nanos()
     }
@@ -70,6 +76,16 @@ mod tests {
         budget.give_back(500);
         assert_eq!([60, 59, 61].map(|at| budget.take(300, s(at))), [300, 200, 10]);
         assert_eq!(budget.take(u64::MAX, s(4000)), 36_000);
+    }
+
+    #[test]
+    fn grown_volume_can_release_its_new_units_once() {
+        let mut budget = ReleaseBudget::new(100);
+        assert_eq!(budget.take(80, Duration::ZERO), 80);
+        budget.grow(250);
+        assert_eq!(budget.take(1000, Duration::ZERO), 170);
+        budget.grow(200);
+        assert_eq!(budget.take(1000, Duration::ZERO), 0);
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod fields;
 mod fragmentation;
 mod free_content;
 mod golden;
+mod grow_open;
 mod hooked;
 mod hostile;
 mod huge;

@@ -386,7 +386,7 @@ impl<M: Media> Pool<M> {
         state.check_holes(entry)?;
         let info = volume_info(entry);
         let extents = entry.extents();
-        let map = entry.record.thin.then(|| ChunkMap::new(entry.record.chunks, &entry.chunks));
+        let map = entry.chunk_map();
         if self.mode == OpenMode::ReadWrite {
             if state.open_volumes.contains(&slot) {
                 return Err(PoolError::VolumeInUse { name: name.to_owned() });
@@ -425,6 +425,11 @@ impl VolumeEntry {
     /// Returns the pieces of the volume in logical order.
     pub(in crate::pool) fn extents(&self) -> Vec<VolumeExtent> {
         extents_of(self.chunks.iter().copied())
+    }
+
+    /// Returns the chunks of a thin volume by index. `None` for a thick volume.
+    fn chunk_map(&self) -> Option<ChunkMap> {
+        self.record.thin.then(|| ChunkMap::new(self.record.chunks, &self.chunks))
     }
 
     /// Returns the indexes without a chunk. Their number must be checked first, because the size of

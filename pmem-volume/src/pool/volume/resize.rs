@@ -1,8 +1,8 @@
 //! Growth of volumes, and shrinking of raw volumes.
 
-use super::{Search, Space, VolumeInfo, VolumeSize, extents_of, volume_info};
+use super::{Search, Space, Volume, VolumeInfo, VolumeSize, extents_of, volume_info};
 use crate::CHUNK_BYTES;
-use crate::btt::{self, BttError};
+use crate::btt::{self, BttError, Engine};
 use crate::media::Media;
 use crate::pool::alloc::memory::chunk_count;
 use crate::pool::format::chunk::runs;
@@ -50,10 +50,20 @@ impl<M: Media> Pool<M> {
         size: VolumeSize,
         shrink: Shrink,
     ) -> Result<VolumeInfo, PoolError> {
+        self.resize(|state| state.require_closed_volume(name), size, shrink)
+    }
+
+    /// Resizes the volume that `find` returns.
+    fn resize(
+        &self,
+        find: impl Fn(&State) -> Result<Slot, PoolError>,
+        size: VolumeSize,
+        shrink: Shrink,
+    ) -> Result<VolumeInfo, PoolError> {
         let mut state = self.lock_for_change()?;
         // Plan again after each unlock, because the state may have changed in the meantime.
         loop {
-            let slot = state.require_closed_volume(name)?;
+            let slot = find(&state)?;
             match self.plan_resize(&state, slot, size, shrink)? {
                 Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
                 Resize::Grow(growth) => match state.missing_clean(growth.indexes.len() as u32) {
@@ -229,6 +239,33 @@ impl<M: Media> Pool<M> {
         let removed = runs(removed.into_iter().map(|(_, chunk)| chunk));
         self.release_chunks(state, &removed)?;
         Ok(volume_info(&state.volumes[&slot]))
+    }
+}
+
+impl<M: Media> Volume<M> {
+    /// Grows the volume. Stores into it must not be in progress, which `&mut` ensures.
+    fn grow(&mut self, size: VolumeSize) -> Result<(), PoolError> {
+        let slot = self.slot;
+        self.pool.resize(|_| Ok(slot), size, Shrink::Refuse)?;
+        let state = self.pool.lock_state();
+        let entry = &state.volumes[&slot];
+        (self.info, self.map) = (volume_info(entry), entry.chunk_map());
+        if self.map.is_none() {
+            self.extents = entry.extents();
+        }
+        Ok(())
+    }
+}
+
+impl<M: Media> Engine<Volume<M>> {
+    /// Grows the volume in the same way as [`Pool::resize_volume`], and opens its new arenas.
+    /// Existing sectors keep their numbers. After an error, the BTT is as large as before, or as
+    /// large as the next open finds it.
+    ///
+    /// Erases chunks if too few are clean, so call [`Pool::scrub_for`] first.
+    pub fn grow(&mut self, size: VolumeSize) -> Result<(), PoolError> {
+        self.space_mut().grow(size)?;
+        self.open_added_arenas().map_err(PoolError::Btt)
     }
 }
 
