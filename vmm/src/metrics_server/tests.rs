@@ -41,7 +41,7 @@ use foreshore_devices::virtio::net::NetDeviceMetrics;
 use foreshore_devices::virtio::pmem::metrics::{PmemFileMetrics, PmemMetrics};
 use foreshore_devices::virtio::rng::RngMetrics;
 use foreshore_devices::virtio::vsock::VsockMetrics;
-use foreshore_devices::volume::build::Allocated;
+use foreshore_devices::volume::build::Sizes;
 use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::metrics::{VolumeCounters, VolumeMetrics};
@@ -293,9 +293,8 @@ fn everything() -> Everything {
     let volume = |name: &str, counters| VolumeMetrics {
         pool: "/pm/pool".to_owned(),
         volume: name.to_owned(),
-        size_bytes: 8 << 30,
+        sizes: Sizes::Fixed { size_bytes: 8 << 30, extents: 1 },
         failure: foreshore_devices::persist::FirstFailure::default(),
-        allocated: Allocated::Fixed(7 << 30),
         counters,
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };

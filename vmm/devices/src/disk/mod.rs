@@ -101,6 +101,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Number of pieces of a pool that the disk occupies.
+    fn extents(&self) -> usize {
+        0
+    }
+
     /// Bytes of a pool that discards and compactions have released. `None` if the disk is not in a
     /// pool.
     fn released_bytes(&self) -> Option<u64> {

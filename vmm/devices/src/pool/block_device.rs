@@ -3,13 +3,15 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use pmem_volume::btt::{BttError, Engine};
 use pmem_volume::media::Media;
-use pmem_volume::{Durability, Volume};
+use pmem_volume::{Durability, PoolError, Volume, VolumeSize};
 
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
+use crate::pool::sharded_lock::ShardedLock;
 
 /// Alignment for partitions and file systems, even on volumes with smaller sectors.
 const PAGE_BYTES: u32 = 4096;
@@ -33,67 +35,108 @@ fn io_error(err: BttError) -> io::Error {
     }
 }
 
-/// Error for a request to resize a volume that a VM uses.
-pub(super) fn resize_needs_pmvol() -> ResizeError {
-    ResizeError::Unsupported("resize a volume with pmvol while no VM uses its pool".to_owned())
+/// Volume whose sectors the BTT engine serves. Its requests wait while it grows.
+pub(super) struct ServedVolume {
+    engine: ShardedLock<Engine<Volume>>,
 }
 
-impl BlockDevice for Engine<Volume> {
-    fn geometry(&self) -> Geometry {
-        let block_bytes = self.sector_bytes();
-        Geometry {
-            block_bytes,
-            physical_block_bytes: block_bytes.max(PAGE_BYTES),
-            read_only: false,
-            discard: true,
-            // A discard releases chunks of a thin volume.
-            unmap: self.space().info().thin,
+impl ServedVolume {
+    pub(super) fn new(engine: Engine<Volume>) -> Self {
+        Self { engine: ShardedLock::new(engine) }
+    }
+
+    /// Erases most of the space that a thick volume will get, so that requests wait only for the
+    /// rest. Then grows the volume.
+    fn grow(&self, wanted_bytes: u64) -> Result<(), PoolError> {
+        let (pool, info) = self.engine.read(|engine| {
+            let volume = engine.space();
+            (Arc::clone(volume.pool()), volume.info().clone())
+        });
+        if wanted_bytes == info.size_bytes {
+            return Ok(());
         }
+        if !info.thin {
+            let added_bytes = wanted_bytes.saturating_sub(info.size_bytes);
+            pool.scrub_for(VolumeSize::Bytes(added_bytes), &mut |_| {})?;
+        }
+        self.engine.change(|engine| engine.grow(VolumeSize::Bytes(wanted_bytes)))
+    }
+}
+
+impl BlockDevice for ServedVolume {
+    fn geometry(&self) -> Geometry {
+        self.engine.read(|engine| {
+            let block_bytes = engine.sector_bytes();
+            Geometry {
+                block_bytes,
+                physical_block_bytes: block_bytes.max(PAGE_BYTES),
+                read_only: false,
+                discard: true,
+                // A discard releases chunks of a thin volume.
+                unmap: engine.space().info().thin,
+            }
+        })
     }
 
     fn is_memory(&self) -> bool {
-        self.space().durability() != Durability::PageCache
+        self.engine.read(|engine| engine.space().durability() != Durability::PageCache)
     }
 
     fn size_bytes(&self) -> u64 {
-        self.sectors() * u64::from(self.sector_bytes())
+        self.engine.read(|engine| engine.sectors() * u64::from(engine.sector_bytes()))
     }
 
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
-        Engine::read(self, sector_of(self, offset_bytes), data).map_err(io_error)
+        self.engine
+            .read(|engine| engine.read(sector_of(engine, offset_bytes), data))
+            .map_err(io_error)
     }
 
     fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
-        Engine::write(self, sector_of(self, offset_bytes), data).map_err(io_error)
+        self.engine
+            .read(|engine| engine.write(sector_of(engine, offset_bytes), data))
+            .map_err(io_error)
     }
 
     fn flush(&self) -> io::Result<()> {
-        Engine::flush(self).map_err(io_error)
+        self.engine.read(Engine::flush).map_err(io_error)
     }
 
     fn discard(&self, range: DiskRange) -> io::Result<()> {
-        Engine::discard(self, sectors_of(self, range)).map_err(io_error)
+        self.engine.read(|engine| engine.discard(sectors_of(engine, range))).map_err(io_error)
     }
 
     fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
         match unmap {
             Unmap::Allowed => BlockDevice::discard(self, range),
-            Unmap::Forbidden => {
-                Engine::write_zeroes(self, sectors_of(self, range)).map_err(io_error)
-            }
+            Unmap::Forbidden => self
+                .engine
+                .read(|engine| engine.write_zeroes(sectors_of(engine, range)))
+                .map_err(io_error),
         }
     }
 
-    fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Err(resize_needs_pmvol())
+    fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        self.grow(wanted_bytes).map_err(|error| match error {
+            PoolError::Media(_)
+            | PoolError::Latched { .. }
+            | PoolError::Btt(BttError::Media(_)) => {
+                ResizeError::Io { wanted_bytes, source: io::Error::other(error) }
+            }
+            refusal => ResizeError::Unsupported(foreshore_types::chain(&refusal)),
+        })
     }
 
     fn allocated_bytes(&self) -> Option<u64> {
-        Some(self.space().allocated_bytes())
+        Some(self.engine.read(|engine| engine.space().allocated_bytes()))
+    }
+
+    fn extents(&self) -> usize {
+        self.engine.read(|engine| engine.space().allocated_extents().len())
     }
 
     fn released_bytes(&self) -> Option<u64> {
-        Some(self.space().released_bytes())
+        Some(self.engine.read(|engine| engine.space().released_bytes()))
     }
 
     fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
@@ -105,6 +148,7 @@ impl BlockDevice for Engine<Volume> {
     }
 
     fn read_only_arenas(&self) -> usize {
-        self.arenas().iter().filter(|arena| arena.read_only.is_some()).count()
+        self.engine
+            .read(|engine| engine.arenas().iter().filter(|arena| arena.read_only.is_some()).count())
     }
 }

@@ -17,6 +17,7 @@ use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeSize};
 
 use tracing::warn;
 
+use super::block_device::ServedVolume;
 use super::lost_btt::LostBtt;
 use super::{
     CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeInfo, VolumeOptions,
@@ -219,7 +220,7 @@ impl PoolVolume for Volume {
         }
         let engine = Engine::open(*self)?;
         warn_of_read_only(&name, &engine.arenas());
-        Ok(VolumeDisk { device: Arc::new(engine), btt_loss: None })
+        Ok(VolumeDisk { device: Arc::new(ServedVolume::new(engine)), btt_loss: None })
     }
 }
 
@@ -314,12 +315,13 @@ mod tests {
     use std::io;
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use tempfile::TempDir;
 
     use super::*;
-    use crate::disk::Geometry;
     use crate::disk::range::{DiskRange, Unmap};
+    use crate::disk::{Geometry, ResizeError};
     use crate::pool::VolumeFormat;
 
     const MIB: u64 = 1 << 20;
@@ -396,6 +398,79 @@ mod tests {
         assert_eq!(volumes(), [("data".to_owned(), VolumeFormat::Btt, 40 * MIB), raw.clone()]);
         pool.delete_volume("data").unwrap();
         assert_eq!(volumes(), [raw]);
+    }
+
+    #[test]
+    fn served_volume_grows_and_keeps_its_sectors() {
+        let (pool, _path, _folder) = pool();
+        create_data(&pool);
+        let device = pool.open_volume("data").unwrap().into_disk().unwrap().device;
+        device.write(4096, &[7; 4096]).unwrap();
+        let before = device.size_bytes();
+        for (wanted_bytes, word) in [
+            (22 * MIB, "cannot shrink"),
+            (25 * MIB, "multiple"),
+            (26 * MIB, "16 MiB"),
+            (90 * MIB, "full"),
+        ] {
+            let error = device.resize(wanted_bytes).unwrap_err();
+            assert!(matches!(error, ResizeError::Unsupported(_)), "{error:?}");
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        device.resize(24 * MIB).unwrap();
+        assert_eq!(device.size_bytes(), before);
+        device.resize(48 * MIB).unwrap();
+        assert_eq!((pool.volumes()[0].size_bytes, device.extents()), (48 * MIB, 1));
+        let after = device.size_bytes();
+        assert!(after > before + 22 * MIB, "{after}");
+        device.write(after - 4096, &[8; 4096]).unwrap();
+        for (at, byte) in [(4096, 7), (after - 4096, 8)] {
+            let mut data = [0; 4096];
+            device.read(at, &mut data).unwrap();
+            assert_eq!(data, [byte; 4096]);
+        }
+    }
+
+    /// Each thread writes sectors of its own, and always reads what it has written last.
+    #[test]
+    fn requests_continue_while_a_served_volume_grows() {
+        for thin in [false, true] {
+            let (pool, _path, _folder) = pool();
+            let size = VolumeSize::Bytes(18 * MIB);
+            let options = VolumeOptions { size, format: VolumeFormat::Btt, thin };
+            pool.create_volume("data", options).unwrap();
+            let device = pool.open_volume("data").unwrap().into_disk().unwrap().device;
+            let (has_grown, rounds) = (AtomicBool::new(false), AtomicUsize::new(0));
+            let write = |thread: u64| {
+                let mut round = 0u64;
+                while !has_grown.load(Ordering::Relaxed) || round < 20 {
+                    for nth in 0..8 {
+                        let at = (thread * 1000 + nth * 50) * 4096;
+                        let data = [(round + nth) as u8; 4096];
+                        device.write(at, &data).unwrap();
+                        let mut found = [0; 4096];
+                        device.read(at, &mut found).unwrap();
+                        assert_eq!(found, data);
+                    }
+                    round += 1;
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+            };
+            std::thread::scope(|scope| {
+                (0..3).for_each(|thread| drop(scope.spawn(move || write(thread))));
+                for size_mib in [34, 50] {
+                    let before = rounds.load(Ordering::Relaxed);
+                    while rounds.load(Ordering::Relaxed) < before + 10 {
+                        std::thread::yield_now();
+                    }
+                    device.resize(size_mib * MIB).unwrap();
+                }
+                has_grown.store(true, Ordering::Relaxed);
+            });
+            assert!(device.size_bytes() > 46 * MIB);
+            drop(device);
+            assert!(pool.pool().check().unwrap().is_clean());
+        }
     }
 
     /// Returns the offset of the only changed word whose neighbors are unchanged, with its old and

@@ -17,7 +17,6 @@ use pmem_volume::media::Media;
 
 use crate::disk::range::{DiskRange, Unmap};
 use crate::disk::{BlockDevice, Geometry, ResizeError};
-use crate::pool::block_device::resize_needs_pmvol;
 
 /// Logical block size of namespaces without a BTT (Linux drivers/nvdimm/pmem.c).
 const SECTOR_BYTES: u32 = 512;
@@ -83,10 +82,14 @@ impl BlockDevice for LostBtt {
     }
 
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
-        Err(resize_needs_pmvol())
+        Err(ResizeError::Unsupported(format!("the volume has no BTT to grow: {}", self.reason)))
     }
 
     fn allocated_bytes(&self) -> Option<u64> {
         Some(self.volume.allocated_bytes())
+    }
+
+    fn extents(&self) -> usize {
+        self.volume.allocated_extents().len()
     }
 }

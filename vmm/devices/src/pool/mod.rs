@@ -8,6 +8,7 @@ pub mod fake;
 mod local;
 mod lost_btt;
 mod metrics;
+mod sharded_lock;
 mod usage;
 
 use std::fmt::Debug;

@@ -79,12 +79,8 @@ pub struct VolumePlace {
 
 /// Volume with its device.
 pub struct BuiltVolume {
-    /// Size that the guest sees.
-    pub size_bytes: u64,
-    /// Number of the volume's extents in the pool.
-    pub extents: usize,
+    pub sizes: Sizes,
     pub failure: FirstFailure,
-    pub allocated: Allocated,
     pub device: VolumeDevice,
     /// Keeps the volume open. `None` if the device keeps it open.
     pub volume: Option<Arc<dyn PoolVolume>>,
@@ -92,20 +88,38 @@ pub struct BuiltVolume {
     pub compactor: Option<Compactor>,
 }
 
-/// Bytes of the pool that a volume occupies. The value does not keep the volume open.
+/// Sizes of an attached volume. The value does not keep the volume open.
 #[derive(Clone, Debug)]
-pub enum Allocated {
-    Fixed(u64),
-    /// Reported by the device, because a thin volume gets chunks while its guest writes.
-    Growing(Weak<dyn BlockDevice>),
+pub enum Sizes {
+    /// Sizes of a volume that is mapped, and therefore constant.
+    Fixed { size_bytes: u64, extents: usize },
+    /// Reported by the device, because a thin volume gets chunks while its guest writes, and any
+    /// volume may grow.
+    OfDevice(Weak<dyn BlockDevice>),
 }
 
-impl Allocated {
-    /// Returns `None` if the device has ended.
-    pub fn bytes(&self) -> Option<u64> {
+impl Sizes {
+    /// Size that the guest sees. `None` if the device has ended, as for the other sizes.
+    pub fn size_bytes(&self) -> Option<u64> {
         match self {
-            Self::Fixed(bytes) => Some(*bytes),
-            Self::Growing(device) => device.upgrade()?.allocated_bytes(),
+            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfDevice(device) => Some(device.upgrade()?.size_bytes()),
+        }
+    }
+
+    /// Bytes of the pool that the volume occupies.
+    pub fn allocated_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfDevice(device) => device.upgrade()?.allocated_bytes(),
+        }
+    }
+
+    /// Number of the volume's extents in the pool.
+    pub fn extents(&self) -> Option<usize> {
+        match self {
+            Self::Fixed { extents, .. } => Some(*extents),
+            Self::OfDevice(device) => Some(device.upgrade()?.extents()),
         }
     }
 }
@@ -163,10 +177,13 @@ impl<'a> MappedVolume<'a> {
         Ok(Self { config, volume, watched, mapped, flushes })
     }
 
+    fn sizes(&self) -> Sizes {
+        let (size_bytes, extents) = (self.volume.size_bytes(), self.volume.extents().len());
+        Sizes::Fixed { size_bytes, extents }
+    }
+
     fn metrics(&self, counters: VolumeCounters) -> Arc<VolumeMetrics> {
-        let size_bytes = self.volume.size_bytes();
-        let state = (self.watched.failure(), Allocated::Fixed(size_bytes));
-        metrics(self.config, size_bytes, state, counters)
+        metrics(self.config, self.sizes(), self.watched.failure(), counters)
     }
 
     /// Combines the volume with the device that holds its mapping.
@@ -175,10 +192,8 @@ impl<'a> MappedVolume<'a> {
         device: impl FnOnce(MappedFile) -> SetupResult<VolumeDevice>,
     ) -> SetupResult<BuiltVolume> {
         Ok(BuiltVolume {
-            size_bytes: self.volume.size_bytes(),
-            extents: self.volume.extents().len(),
+            sizes: self.sizes(),
             failure: self.watched.failure(),
-            allocated: Allocated::Fixed(self.volume.size_bytes()),
             device: device(self.mapped)?,
             volume: Some(self.volume),
             compactor: None,
@@ -188,16 +203,15 @@ impl<'a> MappedVolume<'a> {
 
 fn metrics(
     config: &PmVolumeConfig,
-    size_bytes: u64,
-    (failure, allocated): (FirstFailure, Allocated),
+    sizes: Sizes,
+    failure: FirstFailure,
     counters: VolumeCounters,
 ) -> Arc<VolumeMetrics> {
     Arc::new(VolumeMetrics {
         pool: config.pool.display().to_string(),
         volume: config.name.clone(),
-        size_bytes,
+        sizes,
         failure,
-        allocated,
         counters,
     })
 }
@@ -271,7 +285,6 @@ fn build_virtio_blk(
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
     let NewVolume { config, pool, volume, .. } = new;
-    let extents = volume.extents().len();
     let VolumeDisk { device, btt_loss } = volume.into_disk()?;
     let served = Arc::downgrade(&device);
     let is_compacted = device.geometry().unmap && !config.readonly;
@@ -288,19 +301,17 @@ fn build_virtio_blk(
     };
     let device = Block::new(shape, device)?;
     let disk = device.handle();
-    let (size_bytes, failure) = (disk.size_bytes(), disk.failure());
-    let allocated = Allocated::Growing(Weak::clone(&served));
+    let (sizes, failure) = (Sizes::OfDevice(Weak::clone(&served)), disk.failure());
     let compacted = Weak::clone(&served);
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
-    let source = metrics(config, size_bytes, (failure.clone(), allocated.clone()), counters);
+    let source = metrics(config, sizes.clone(), failure.clone(), counters);
     let device = new_device(device, context)?.exposing(source).with_handle(disk);
     let device = VolumeDevice::Pci(device.attach(context)?);
     let compactor = match is_compacted {
         true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),
         false => None,
     };
-    let volume = None;
-    Ok(BuiltVolume { size_bytes, extents, failure, allocated, device, volume, compactor })
+    Ok(BuiltVolume { sizes, failure, device, volume: None, compactor })
 }
 
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {

@@ -10,6 +10,8 @@ use pmem_volume::pool::VolumeName;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
+use super::guest_btt::VolumeKey;
+use crate::file_id::is_same;
 use crate::memory::lost_memory::RangeSource;
 
 words! {
@@ -131,6 +133,18 @@ impl PmVolumeConfig {
     pub fn source(&self) -> RangeSource {
         let key = format!("pool={},name={}", self.pool.display(), self.name);
         RangeSource { flag: Self::FLAG, key }
+    }
+
+    /// Records the size after a growth. A size that is not a number of bytes stays valid.
+    pub fn has_grown(&mut self, size_bytes: u64) {
+        if let VolumeSize::Bytes(bytes) = &mut self.size {
+            *bytes = size_bytes;
+        }
+    }
+
+    /// Returns true if this is the volume `key`, possibly with another path of its pool.
+    pub fn is(&self, key: &VolumeKey) -> bool {
+        self.name == key.name && is_same(&self.pool, &key.pool)
     }
 
     /// Checks that the name is valid in a pool, that the size is within its limits, and that no

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use prometheus_client::registry::Unit;
 
-use super::build::Allocated;
+use super::build::Sizes;
 use crate::disk::BlockDevice;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
@@ -42,10 +42,9 @@ pub struct VolumeMetrics {
     pub pool: String,
     /// Name of the volume.
     pub volume: String,
-    pub size_bytes: u64,
+    pub sizes: Sizes,
     /// Reason of the first failed flush, if any.
     pub failure: FirstFailure,
-    pub allocated: Allocated,
     pub counters: VolumeCounters,
 }
 
@@ -139,9 +138,10 @@ impl Expose for VolumeMetrics {
     fn expose(&self, out: &mut Exposition) {
         let labels = self.labels();
         let help = "Size of the volume as the guest sees it.";
-        out.bytes("volume_size", help, [(labels.clone(), self.size_bytes)]);
+        let size = self.sizes.size_bytes().map(|bytes| (labels.clone(), bytes));
+        out.bytes("volume_size", help, size);
         let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
-        let allocated = self.allocated.bytes().map(|bytes| (labels.clone(), bytes));
+        let allocated = self.sizes.allocated_bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);
         let help = "Bytes of a thin volume that discards and compaction released.";
         let released = Family("volume_released", help, Some(Unit::Bytes));

@@ -154,22 +154,12 @@ pub fn plan(
     }
     let new_bytes = pool.available_bytes() - free_bytes;
     let volume_bytes = pool.volume_bytes.max(pool.promised_bytes) + new_bytes;
-    let usable_bytes = pool.usable_bytes();
     let never_lent_bytes = match pool.lends_promised() {
-        true => thick_bytes(volumes, stored, &steps),
+        true => thick_bytes(stored).saturating_add(new_thick_bytes(volumes, &steps)),
         false => volume_bytes,
     };
-    if memory_bytes > usable_bytes.saturating_sub(pool.reserve_bytes.max(never_lent_bytes)) {
-        let (total_bytes, reserve_bytes) = (pool.total_bytes, pool.reserve_bytes);
-        let volume_bytes = never_lent_bytes;
-        return Err(PlanError::Promise {
-            memory_bytes,
-            total_bytes,
-            usable_bytes,
-            reserve_bytes,
-            volume_bytes,
-        });
-    }
+    check_promise(pool, memory_bytes, never_lent_bytes)?;
+    let usable_bytes = pool.usable_bytes();
     // Memory that was lent before a reboot may not have been returned yet, so fewer bytes may be
     // free now than later.
     let rest_bytes =
@@ -181,14 +171,59 @@ pub fn plan(
     Ok(steps.into_iter().flatten().collect())
 }
 
-/// Sizes of all thick volumes, including those that would be created.
-fn thick_bytes(volumes: &[&PmVolumeConfig], stored: &[VolumeInfo], steps: &[Option<Step>]) -> u64 {
-    let stored = stored.iter().filter(|stored| !stored.thin).map(|stored| stored.size_bytes);
+/// Checks that volume `name` may grow to `size_bytes` while the VM runs. Like [`plan`], leaves
+/// `memory_bytes` for the VM's zones in this pool.
+pub fn check_growth(
+    (name, size_bytes): (&str, u64),
+    stored: &[VolumeInfo],
+    pool: &PoolInfo,
+    memory_bytes: u64,
+) -> Result<(), PlanError> {
+    let found = stored.iter().find(|stored| stored.name == name);
+    let found = found.ok_or_else(|| PlanError::NoVolume { name: name.to_owned() })?;
+    let (added_bytes, left_bytes) =
+        (size_bytes.saturating_sub(found.size_bytes), pool.available_bytes());
+    if added_bytes > left_bytes {
+        let (name, wanted_bytes) = (name.to_owned(), added_bytes);
+        return Err(PlanError::NoRoom { name, wanted_bytes, left_bytes });
+    }
+    let never_lent_bytes = match (pool.lends_promised(), found.thin) {
+        (true, true) => thick_bytes(stored),
+        (true, false) => thick_bytes(stored).saturating_add(added_bytes),
+        (false, _) => pool.volume_bytes.max(pool.promised_bytes).saturating_add(added_bytes),
+    };
+    check_promise(pool, memory_bytes, never_lent_bytes)
+}
+
+/// Checks that the pool can lend `memory_bytes`, although it never lends `volume_bytes`.
+fn check_promise(pool: &PoolInfo, memory_bytes: u64, volume_bytes: u64) -> Result<(), PlanError> {
+    let PoolInfo { total_bytes, reserve_bytes, .. } = *pool;
+    let usable_bytes = pool.usable_bytes();
+    match memory_bytes <= usable_bytes.saturating_sub(reserve_bytes.max(volume_bytes)) {
+        true => Ok(()),
+        false => Err(PlanError::Promise {
+            memory_bytes,
+            total_bytes,
+            usable_bytes,
+            reserve_bytes,
+            volume_bytes,
+        }),
+    }
+}
+
+/// Sizes of all thick volumes.
+fn thick_bytes(stored: &[VolumeInfo]) -> u64 {
+    let thick = stored.iter().filter(|stored| !stored.thin).map(|stored| stored.size_bytes);
+    thick.fold(0, u64::saturating_add)
+}
+
+/// Sizes of the thick volumes that would be created.
+fn new_thick_bytes(volumes: &[&PmVolumeConfig], steps: &[Option<Step>]) -> u64 {
     let new = volumes.iter().zip(steps).filter_map(|(volume, step)| match step {
         Some(Step::Create(size_bytes)) if !volume.thin => Some(*size_bytes),
         _ => None,
     });
-    stored.chain(new).fold(0, u64::saturating_add)
+    new.fold(0, u64::saturating_add)
 }
 
 fn check_one_remaining(volumes: &[&PmVolumeConfig]) -> Result<(), PlanError> {
@@ -335,6 +370,34 @@ mod tests {
         assert!(matches!(planned(true, 822), Err(PlanError::Promise { .. })));
         assert_eq!(planned(false, 220), Ok(()));
         assert!(matches!(planned(false, 222), Err(PlanError::Promise { .. })));
+    }
+
+    #[test]
+    fn growth_leaves_the_sizes_of_all_zones() {
+        let thick = [stored("a", VolumeFormat::Btt, 100 * MIB)];
+        let thin = [VolumeInfo { thin: true, ..thick[0].clone() }];
+        let check = |stored, lends_promised, size_mib: u64, memory_mib: u64| {
+            let min_free_bytes = bool::then_some(lends_promised, 0);
+            let pool = PoolInfo { min_free_bytes, ..pool(100 * MIB) };
+            check_growth(("a", size_mib * MIB), stored, &pool, memory_mib * MIB)
+        };
+        for (stored, lends_promised) in [(&thick, false), (&thin, false), (&thick, true)] {
+            assert_eq!(check(stored, lends_promised, 508, 512), Ok(()));
+            let error = check(stored, lends_promised, 510, 512).unwrap_err();
+            assert!(
+                matches!(error, PlanError::Promise { volume_bytes, .. } if volume_bytes == 510 * MIB)
+            );
+        }
+        // Memory may borrow the space of a thin volume.
+        assert_eq!(check(&thin, true, 1000, 512), Ok(()));
+        let left_bytes = 920 * MIB;
+        for stored in [&thick, &thin] {
+            let error = check(stored, true, 1022, 0).unwrap_err();
+            let (name, wanted_bytes) = ("a".to_owned(), 922 * MIB);
+            assert_eq!(error, PlanError::NoRoom { name, wanted_bytes, left_bytes });
+        }
+        // The pool itself refuses to shrink a BTT.
+        assert_eq!(check(&thick, false, 50, 512), Ok(()));
     }
 
     #[test]

@@ -204,7 +204,12 @@ pub(crate) fn build(
         dimms,
         open_files: resources.open_files().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
-        pm: PmStorage::new(volumes.volumes, resources.pools(), volumes.guest_btt),
+        pm: PmStorage::new(
+            config.pm_memory.clone(),
+            volumes.volumes,
+            resources.pools(),
+            volumes.guest_btt,
+        ),
         memory,
     })
 }

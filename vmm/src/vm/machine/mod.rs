@@ -24,6 +24,7 @@ use foreshore_devices::metrics::Registration;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
+use foreshore_devices::volume::guest_btt::VolumeKey;
 use tracing::warn;
 
 use crate::acpi::ged::Event;
@@ -155,6 +156,11 @@ impl Machine for KvmMachine {
         let verdict =
             |volume: &AttachedVolume| self.pm.guest_btt.verdict(volume.pool_path(), volume.name());
         self.pm.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
+    }
+
+    fn volume_of(&self, id: &str) -> Option<VolumeKey> {
+        let is_it = |volume: &&AttachedVolume| volume.device_id().as_deref() == Some(id);
+        self.pm.volumes.iter().find(is_it).map(AttachedVolume::key)
     }
 
     fn pools(&self) -> Vec<PoolInfo> {
@@ -312,7 +318,12 @@ pub(in crate::vm) mod tests {
             dimms: None,
             open_files: OpenFiles::default(),
             resident: Resident::new(|| Ok(Vec::new())),
-            pm: PmStorage::new(Vec::new(), Vec::new(), Arc::new(GuestBtt::new(Vec::new(), 1))),
+            pm: PmStorage::new(
+                Vec::new(),
+                Vec::new(),
+                Vec::new(),
+                Arc::new(GuestBtt::new(Vec::new(), 1)),
+            ),
             memory,
         }
     }

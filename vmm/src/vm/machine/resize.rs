@@ -5,6 +5,7 @@ use balloon::governor::{ResizeTarget, ResizeTargetError};
 use foreshore_devices::disk::ResizeError;
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_devices::virtio::block::BlockHandle;
+use foreshore_devices::volume::interface::Chosen;
 use foreshore_types::size::Size;
 
 use crate::config::{BALLOON_ZONE, DRAM_ZONE};
@@ -67,7 +68,16 @@ impl MachineResize for KvmMachine {
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let ResizeDiskRequest { id, desired_size } = resize;
         let disks = || self.devices.handles::<BlockHandle>();
-        let Some(disk) = disks().find(|disk| disk.id() == id) else {
+        let disk = disks().find(|disk| disk.id() == id);
+        let volume = self.pm.place_of(id).filter(|place| {
+            // An NVDIMM may have the name of a disk.
+            disk.is_none() || self.pm.volumes[*place].interface() == Chosen::VirtioBlk
+        });
+        if let Some(place) = volume {
+            let checked = self.pm.check_growth(&self.pm.volumes[place], *desired_size);
+            checked.map_err(|error| VmError::BadRequest(error.to_string()))?;
+        }
+        let Some(disk) = disk else {
             let known = disks().map(BlockHandle::id).collect::<Vec<_>>();
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(VmError::NoSuchDisk { id: id.clone(), known });
@@ -75,7 +85,11 @@ impl MachineResize for KvmMachine {
         disk.resize(*desired_size).map_err(|err| match err {
             ResizeError::Io { .. } => VmError::Failed(format!("disk {id}: {err}")),
             _ => VmError::BadRequest(format!("disk {id}: {err}")),
-        })
+        })?;
+        if let Some(place) = volume {
+            self.pm.volumes[place].has_grown(*desired_size);
+        }
+        Ok(())
     }
 }
 
@@ -188,14 +202,24 @@ mod tests {
     use std::sync::Arc;
 
     use balloon::ZoneId;
+    use foreshore_devices::device::DeviceList;
+    use foreshore_devices::events::Events;
     use foreshore_devices::memory::slots::fake::FakeSlots;
     use foreshore_devices::memory::{Memory, MemoryOptions, build};
+    use foreshore_devices::metrics::Metrics;
     use foreshore_devices::pool::PmPool;
     use foreshore_devices::pool::fake::FakePool;
+    use foreshore_devices::volume::interface::Payload;
+    use tempfile::TempDir;
 
     use super::*;
-    use crate::config::test_config;
+    use crate::config::{PmMemoryConfig, PmVolumeConfig, test_config};
     use crate::vm::machine::tests::machine;
+    use crate::vm::pm::PmStorage;
+    use crate::vm::pm::created_volumes::CreatedVolumes;
+    use crate::vm::pm::volumes::attach;
+    use crate::vm::resources::Resources;
+    use crate::vm::resources::host_devices::HostDevices;
     use crate::vm::vm_task::Machine;
 
     const MIB: u64 = 1 << 20;
@@ -312,6 +336,79 @@ mod tests {
             machine.plan_resize(&resize).unwrap().store(&mut config);
             let stored = (config.memory.size, config.memory.hotplugged_size);
             assert_eq!(stored, expected, "{growth:?}, {resize}");
+        }
+    }
+
+    /// Machine with the volume `data` of 20 MiB, in a pool of 128 MiB with a zone of 64 MiB.
+    fn with_volume(options: &str) -> (KvmMachine, TempDir) {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        let pool = pmem_volume::Pool::create(&path, 128 * MIB, 0).unwrap();
+        let size = pmem_volume::VolumeSize::Bytes(20 * MIB);
+        pool.create_volume("data", size, foreshore_types::VolumeFormat::Btt).unwrap();
+        drop(pool);
+        let (mut config, path) = (test_config(), path.display());
+        let volume = PmVolumeConfig::parse(&format!("pool={path},name=data,{options}"));
+        config.pm_volumes = vec![volume.unwrap()];
+        let zone = PmMemoryConfig::parse(&format!("pool={path},size=64M"));
+        config.pm_memory = vec![zone.unwrap()];
+        let metrics = Arc::new(Metrics::new("vm"));
+        let mut resources = Resources::new(metrics, Events::start(), HostDevices::default());
+        let steps = resources.open_pools(&config).unwrap();
+        let (mut machine, mut devices) = (machine(), DeviceList::default());
+        let (memory, context) = (&mut machine.memory, &machine.context);
+        let with = (&resources, &steps[..], &mut CreatedVolumes::default());
+        let attached =
+            attach(&config, Payload::Linux, with, memory, context, &mut devices).unwrap();
+        let (zones, pools) = (config.pm_memory, resources.pools());
+        machine.pm = PmStorage::new(zones, attached.volumes, pools, attached.guest_btt);
+        machine.devices = devices;
+        (machine, folder)
+    }
+
+    fn resize(machine: &mut KvmMachine, id: &str, mib: u64) -> Result<(), String> {
+        let request = ResizeDiskRequest { id: id.to_owned(), desired_size: mib * MIB };
+        machine.resize_disk(&request).map_err(|error| match error {
+            VmError::BadRequest(text) => text,
+            other => panic!("{other:?}"),
+        })
+    }
+
+    #[test]
+    fn volume_grows_while_it_is_attached_and_leaves_memory_for_zones() {
+        let (mut machine, _folder) = with_volume("size=20M,interface=virtio-blk");
+        let sizes = |machine: &KvmMachine| {
+            let stored = machine.pm.volumes[0].pool().volumes()[0].size_bytes / MIB;
+            (stored, machine.volumes()[0].size_bytes / MIB)
+        };
+        assert_eq!(sizes(&machine), (20, 18));
+        for (mib, parts) in [
+            (18, ["cannot shrink", "20 MiB"]),
+            (21, ["22020096", "multiple of 2 MiB"]),
+            (30, ["16 MiB", "37748736"]),
+            (62, ["zones may need 64 MiB", "at most 62 MiB"]),
+        ] {
+            let error = resize(&mut machine, "data", mib).unwrap_err();
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        }
+        assert_eq!(sizes(&machine), (20, 18));
+        for _ in 0..2 {
+            resize(&mut machine, "data", 60).unwrap();
+            assert_eq!(sizes(&machine), (60, 57));
+        }
+    }
+
+    #[test]
+    fn mapped_or_read_only_volume_does_not_grow() {
+        for (options, id, reason) in [
+            ("interface=nvdimm", "data", "interface=nvdimm is mapped"),
+            ("interface=virtio-pmem", "pmem-data", "interface=virtio-pmem is mapped"),
+            ("interface=virtio-blk,readonly=on", "data", "readonly=on"),
+        ] {
+            let (mut machine, _folder) = with_volume(options);
+            let error = resize(&mut machine, id, 40).unwrap_err();
+            assert!(error.contains("volume data") && error.contains(reason), "{error}");
+            assert_eq!(machine.pm.volumes[0].pool().volumes()[0].size_bytes, 20 * MIB);
         }
     }
 }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::PmPool;
-use foreshore_devices::volume::build::Allocated;
+use foreshore_devices::volume::build::Sizes;
+use foreshore_devices::volume::guest_btt::VolumeKey;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::kernel_gate::Verdict;
 
@@ -14,12 +15,8 @@ use crate::config::PmVolumeConfig;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
 
 pub(in crate::vm) struct Opened {
-    /// Size of the volume as the guest sees it.
-    pub(in crate::vm) size_bytes: u64,
-    /// Number of extents in the pool.
-    pub(in crate::vm) extents: usize,
+    pub(in crate::vm) sizes: Sizes,
     pub(in crate::vm) failure: FirstFailure,
-    pub(in crate::vm) allocated: Allocated,
     /// Resources that the device itself does not hold: the open volume, and for an NVDIMM also the
     /// mapping and the metrics.
     pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
@@ -44,6 +41,33 @@ impl AttachedVolume {
         Self { config: config.clone(), interface, pool: Arc::clone(pool), opened }
     }
 
+    /// Configuration, with the present size.
+    pub(in crate::vm) fn config(&self) -> &PmVolumeConfig {
+        &self.config
+    }
+
+    pub(in crate::vm) fn interface(&self) -> Chosen {
+        self.interface
+    }
+
+    pub(in crate::vm) fn pool(&self) -> &Arc<dyn PmPool> {
+        &self.pool
+    }
+
+    pub(in crate::vm) fn key(&self) -> VolumeKey {
+        VolumeKey { pool: self.pool_path().to_owned(), name: self.name().to_owned() }
+    }
+
+    /// ID of the volume's device in the API. An NVDIMM has none.
+    pub(in crate::vm) fn device_id(&self) -> Option<String> {
+        self.interface.device_id(self.name())
+    }
+
+    /// Records the size after a growth.
+    pub(in crate::vm) fn has_grown(&mut self, size_bytes: u64) {
+        self.config.has_grown(size_bytes);
+    }
+
     pub(in crate::vm) fn pool_path(&self) -> &Path {
         &self.config.pool
     }
@@ -58,12 +82,12 @@ impl AttachedVolume {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
-            size_bytes: self.opened.size_bytes,
-            allocated_bytes: self.opened.allocated.bytes(),
+            size_bytes: self.opened.sizes.size_bytes().unwrap_or(0),
+            allocated_bytes: self.opened.sizes.allocated_bytes(),
             interface: self.interface.name().to_owned(),
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),
-            extents: self.opened.extents,
+            extents: self.opened.sizes.extents().unwrap_or(0),
             guest_btt,
             status: status(self.opened.failure.reason(), self.pool.has_failed()),
         }

@@ -65,8 +65,7 @@ pub(in crate::vm) fn attach(
         };
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
-        let BuiltVolume { size_bytes, extents, failure, allocated, device, volume, compactor } =
-            built;
+        let BuiltVolume { sizes, failure, device, volume, compactor } = built;
         let mut held: Vec<Box<dyn Any + Send>> = Vec::new();
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
@@ -78,7 +77,7 @@ pub(in crate::vm) fn attach(
         }
         held.extend(volume.map(|volume| Box::new(volume) as _));
         held.extend(compactor.map(|compactor| Box::new(compactor) as _));
-        let opened = Opened { size_bytes, extents, failure, allocated, _held: held };
+        let opened = Opened { sizes, failure, _held: held };
         attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
     if !healths.is_empty() {

@@ -1,5 +1,7 @@
 //! Interface between a machine and the VM task.
 
+use foreshore_devices::volume::guest_btt::VolumeKey;
+
 use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
@@ -25,6 +27,8 @@ pub trait Machine: MachineResize + DeviceHotplug {
     /// up to 1 s old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     fn volumes(&self) -> Vec<VolumeInfo>;
+    /// Volume of the device `id`.
+    fn volume_of(&self, id: &str) -> Option<VolumeKey>;
     /// Pools that the machine uses.
     fn pools(&self) -> Vec<PoolInfo>;
     /// Fills in those parts of `vm.info` that only the machine knows, such as its devices and the
@@ -47,7 +51,7 @@ pub trait MachineResize {
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
     /// Parks a vCPU after the guest has ejected it.
     fn vcpu_ejected(&mut self, index: u8);
-    /// Resizes a disk, and notifies the guest.
+    /// Resizes a disk or a volume, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
 }
 

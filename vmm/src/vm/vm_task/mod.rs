@@ -278,8 +278,15 @@ impl Vm {
         config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
     }
 
+    /// Resizes a disk. The next boot expects the new size of a volume.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
-        self.running("vm.resize-disk")?.resize_disk(resize)
+        let machine = self.running("vm.resize-disk")?;
+        machine.resize_disk(resize)?;
+        if let Some(key) = machine.volume_of(&resize.id) {
+            let volumes = self.config.pm_volumes.iter_mut().filter(|volume| volume.is(&key));
+            volumes.for_each(|volume| volume.has_grown(resize.desired_size));
+        }
+        Ok(())
     }
 
     /// Adds a device to the configuration for the next boot, and to the machine if there is one.

@@ -11,6 +11,7 @@ use std::sync::{Arc, mpsc};
 
 use foreshore_devices::events::{Watcher, WatcherItem};
 use foreshore_devices::memory::zone::ZoneSpec;
+use foreshore_devices::volume::guest_btt::VolumeKey;
 use parking_lot::Mutex;
 
 use balloon::params::Setting;
@@ -90,6 +91,9 @@ impl Machine for FakeMachine {
     }
     fn volumes(&self) -> Vec<VolumeInfo> {
         Vec::new()
+    }
+    fn volume_of(&self, id: &str) -> Option<VolumeKey> {
+        (id == "data").then(|| VolumeKey { pool: "/p".into(), name: "data".to_owned() })
     }
     fn pools(&self) -> Vec<PoolInfo> {
         Vec::new()

@@ -1,7 +1,7 @@
 //! Tests of resizes of memory and vCPUs, and of their effect on the next boot.
 
 use super::*;
-use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig};
+use crate::config::{BalloonConfig, MemoryConfig, PmMemoryConfig, PmVolumeConfig, VolumeSize};
 
 #[test]
 fn resize_after_shutdown_applies_to_next_boot() {
@@ -209,6 +209,24 @@ fn paused_vm_is_resized_and_stays_paused() {
         assert_eq!(vm.state().await, VmState::Paused);
         let expected = "build, resume, pause, resize vcpus, resize dram, resize balloon, resize zone, resize disk";
         assert_eq!(vm.log().join(", "), expected);
+    });
+}
+
+#[test]
+fn grown_volume_has_its_new_size_at_the_next_boot() {
+    run(async {
+        const MIB: u64 = 1 << 20;
+        let mut config = test_config();
+        config.pm_volumes = ["/p,name=data,size=20M", "/p,name=other,size=20M", "/q,name=data"]
+            .map(|text| PmVolumeConfig::parse(&format!("pool={text}")).unwrap())
+            .to_vec();
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let size = ResizeDiskRequest { id: "data".to_owned(), desired_size: 40 * MIB };
+        vm.handle.ask(|reply| VmRequest::ResizeDisk(size, reply)).await.unwrap();
+        let volumes = vm.handle.ask(VmRequest::Info).await.unwrap().config.pm_volumes;
+        let sizes: Vec<_> = volumes.iter().map(|volume| volume.size).collect();
+        let [grown, other] = [40, 20].map(|mib| VolumeSize::Bytes(mib * MIB));
+        assert_eq!(sizes, [grown, other, VolumeSize::Existing]);
     });
 }
 

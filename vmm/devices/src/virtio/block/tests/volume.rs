@@ -43,7 +43,14 @@ fn volume_retains_written_data_as_a_disk() {
     rig.driver.write(DATA, &[&24u64.to_le_bytes()[..], &8u32.to_le_bytes(), &[0; 4]].concat());
     assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
     assert!(pool.open_volume("data").is_err(), "the disk uses the volume");
-    assert!(rig.handle().resize(32 * MIB).unwrap_err().to_string().contains("pmvol"));
+    let last = |rig: &Rig| rig.handle().size_bytes() / 512 - 8;
+    let before = last(&rig);
+    assert!(rig.handle().resize(18 * MIB).unwrap_err().to_string().contains("cannot shrink"));
+    rig.handle().resize(40 * MIB).unwrap();
+    let grown = last(&rig);
+    assert!(grown > before + 2 * 18 * 1024, "{grown} after {before}");
+    assert_eq!(rig.write(grown, &data[..4096]), OK);
+    assert_eq!(rig.read(grown, 4096), Ok(data[..4096].to_vec()));
     drop(rig);
     let mut expected = data;
     expected[4096..8192].fill(0);
