@@ -113,7 +113,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::Resize { pool, name, size, shrink, output } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
             let (pool, (before, volume)) =
-                change_pool(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
+                change_pool(pool, |pool, progress| resize(pool, name, *size, shrink, progress))
+                    .map_err(|error| in_use(error, name, *size))?;
             let is_larger = volume.size_bytes > before.size_bytes;
             let mut report = VolumesReport::new(&pool, &[volume]);
             report.hints.extend(is_larger.then(|| print::GROWTH_HINT.to_owned()));
@@ -230,6 +231,28 @@ fn resize(
         pool.scrub_all_with(progress)?;
     }
     Ok((before, volume))
+}
+
+/// Error for a volume whose pool another process uses.
+#[derive(Debug, Error)]
+#[error(
+    "{error:#}; a VM that has the volume as a virtio-blk disk can grow it: `foreshore-remote resize-disk --disk {name} \
+     --size {size_bytes}`"
+)]
+struct GrowByVm {
+    error: anyhow::Error,
+    name: String,
+    size_bytes: u64,
+}
+
+/// Adds the command that grows the volume of a running VM, if another process uses the pool.
+fn in_use(error: anyhow::Error, name: &str, size: VolumeSize) -> anyhow::Error {
+    match (error.downcast_ref(), size) {
+        (Some(PoolError::InUse { .. }), VolumeSize::Bytes(size_bytes)) => {
+            GrowByVm { error, name: name.to_owned(), size_bytes }.into()
+        }
+        _ => error,
+    }
 }
 
 /// Converts a volume, and returns its new properties. Chunks that the volume no longer needs are

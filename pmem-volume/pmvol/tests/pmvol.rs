@@ -261,6 +261,10 @@ fn pool_in_use_is_readable_and_refuses_changes() {
     folder.fail(&["grow", "pool", "--size", "96M"], &["in use by", &me]);
     folder.fail(&["scrub", "pool"], &["in use by", &me, "`pmvol info`"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
+    let resize = ["volume", "resize", "pool", "v", "--size", "64M"];
+    let command = "`foreshore-remote resize-disk --disk v --size 67108864`";
+    folder.fail(&resize, &["in use by", &me, command]);
+    folder.fail(&["volume", "resize", "pool", "v", "--size", "remaining"], &["`pmvol info`"]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
     assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));
