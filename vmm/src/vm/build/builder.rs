@@ -154,14 +154,16 @@ pub(crate) fn build(
     };
     let zones: Vec<_> = devices.handles::<MemHandle>().cloned().collect();
     let balloon = devices.handles::<BalloonHandle>().next();
-    let pool_usage: Vec<_> = resources.usage_monitors().map(Arc::new).collect();
+    let pools = resources.pools();
+    let usage: Vec<_> =
+        pools.iter().map(|pool| Arc::new(pool.usage_monitor(resources.events()))).collect();
     let governor = governing::start(
         config,
         resources,
         Governed { handles: &zones, balloon, unmanaged, plugged },
         connections,
         &volumes.guest_btt,
-        pool_usage.clone(),
+        usage.clone(),
     )?;
     // 8. Console files of an earlier VM are truncated only now, because no later step can fail for
     //    lack of a resource.
@@ -179,8 +181,8 @@ pub(crate) fn build(
         Arc::clone(&volumes.guest_btt) as _,
         Arc::clone(memory.mapping_budget()) as _,
     ];
-    sources.extend(pool_usage.into_iter().map(|usage| usage as _));
-    sources.extend(resources.pool_metrics().map(|pool| Arc::new(pool) as _));
+    sources.extend(usage.into_iter().map(|usage| usage as _));
+    sources.extend(pools.iter().map(|pool| Arc::new(pool.metrics()) as _));
     sources.extend(console_files.into_iter().map(|file| Arc::new(file) as _));
     sources.extend(spaces.map(|space| Arc::new(space) as _));
     let exposed =
@@ -204,12 +206,7 @@ pub(crate) fn build(
         dimms,
         open_files: resources.open_files().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
-        pm: PmStorage::new(
-            config.pm_memory.clone(),
-            volumes.volumes,
-            resources.pools(),
-            volumes.guest_btt,
-        ),
+        pm: PmStorage::new(config.pm_memory.clone(), volumes.volumes, pools, volumes.guest_btt),
         memory,
     })
 }
@@ -251,6 +248,7 @@ fn build_memory(
     };
     let pm = config.pm_memory.first();
     let pool = pm.map(|pm| resources.pool(&pm.pool));
+    let pool = pool.as_ref();
     if let (Some(pm), Some(pool)) = (pm, pool)
         && is_written_back(pool.durability())
     {

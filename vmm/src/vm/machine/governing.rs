@@ -95,7 +95,7 @@ pub(in crate::vm) fn start(
         Some(pm) => {
             // A weak reference, because the governor's task ends slightly after the machine, and
             // the next machine may open the pool again.
-            let pool = Arc::downgrade(resources.pool(&pm.pool));
+            let pool = Arc::downgrade(&resources.pool(&pm.pool));
             Arc::new(move || pool.upgrade().map_or(0, |pool| pool.offered_bytes()))
         }
         None => Arc::new(|| 0),
@@ -150,7 +150,7 @@ pub(in crate::vm) fn start(
 /// volumes.
 fn storage(config: &VmConfig, resources: &Resources) -> Option<StorageSource> {
     let pm = config.pm_memory.iter().find(|pm| pm.lends_promised())?;
-    let pool = Arc::downgrade(resources.pool(&pm.pool));
+    let pool = Arc::downgrade(&resources.pool(&pm.pool));
     let (low_bytes, high_bytes) = (pm.storage_low, pm.storage_high);
     Some(Arc::new(move || {
         // A pool that has failed serves no volume, and takes no memory back.

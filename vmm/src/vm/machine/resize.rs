@@ -353,7 +353,7 @@ mod tests {
         let zone = PmMemoryConfig::parse(&format!("pool={path},size=64M"));
         config.pm_memory = vec![zone.unwrap()];
         let metrics = Arc::new(Metrics::new("vm"));
-        let mut resources = Resources::new(metrics, Events::start(), HostDevices::default());
+        let resources = Resources::new(metrics, Events::start(), HostDevices::default());
         let steps = resources.open_pools(&config).unwrap();
         let (mut machine, mut devices) = (machine(), DeviceList::default());
         let (memory, context) = (&mut machine.memory, &machine.context);

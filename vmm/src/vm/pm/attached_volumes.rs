@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::PmPool;
-use foreshore_devices::volume::build::Sizes;
+use foreshore_devices::volume::build::{BuiltVolume, Sizes, VolumeDevice};
 use foreshore_devices::volume::guest_btt::VolumeKey;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::kernel_gate::Verdict;
@@ -19,7 +19,24 @@ pub(in crate::vm) struct Opened {
     pub(in crate::vm) failure: FirstFailure,
     /// Resources that the device itself does not hold: the open volume, and for an NVDIMM also the
     /// mapping and the metrics.
-    pub(in crate::vm) _held: Vec<Box<dyn Any + Send>>,
+    held: Vec<Box<dyn Any + Send>>,
+}
+
+impl Opened {
+    /// Separates a volume from its device.
+    pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
+        let BuiltVolume { sizes, failure, device, volume } = built;
+        let mut opened = Self { sizes, failure, held: Vec::new() };
+        if let Some(volume) = volume {
+            opened.hold(volume);
+        }
+        (device, opened)
+    }
+
+    /// Holds `resource` as long as the volume is attached.
+    pub(in crate::vm) fn hold(&mut self, resource: impl Any + Send) {
+        self.held.push(Box::new(resource));
+    }
 }
 
 /// Volume that is attached to a machine. As long as the machine exists, the volume is open and

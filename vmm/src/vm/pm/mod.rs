@@ -4,7 +4,6 @@ pub(super) mod attached_volumes;
 pub(super) mod created_volumes;
 pub(super) mod volumes;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use foreshore_devices::volume::guest_btt::GuestBtt;
@@ -14,7 +13,7 @@ use thiserror::Error;
 
 use self::attached_volumes::AttachedVolume;
 use crate::config::PmMemoryConfig;
-use crate::vm::resources::pools::OpenPool;
+use crate::vm::resources::pools::{OpenPool, memory_bytes};
 
 /// Reason why an attached volume cannot grow.
 #[derive(Debug, Error)]
@@ -50,12 +49,6 @@ impl PmStorage {
         Self { zones, volumes, pools, guest_btt }
     }
 
-    /// Total size of the zones in a pool.
-    fn memory_bytes(&self, pool: &Path) -> u64 {
-        let zones = self.zones.iter().filter(|zone| zone.pool == pool);
-        zones.fold(0, |sum, zone| sum.saturating_add(zone.size))
-    }
-
     /// Place of the volume with this device, or of the NVDIMM with this name.
     pub(super) fn place_of(&self, id: &str) -> Option<usize> {
         let position =
@@ -78,7 +71,7 @@ impl PmStorage {
         if volume.config().readonly {
             return Err(GrowthError::ReadOnly { name: name.to_owned() });
         }
-        let (pool, memory_bytes) = (volume.pool(), self.memory_bytes(volume.pool_path()));
+        let (pool, memory_bytes) = (volume.pool(), memory_bytes(&self.zones, volume.pool_path()));
         let growth = (name, size_bytes);
         Ok(check_growth(growth, &pool.volumes(), &pool.info(), memory_bytes)?)
     }

@@ -1,6 +1,5 @@
 //! Opens volumes, and attaches each by an interface that is safe for it.
 
-use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,9 +10,7 @@ use foreshore_devices::nvdimm::Nvdimm;
 use foreshore_devices::nvdimm::health::{self, Health, HealthRegisters};
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::{PmPool, PoolError, PoolVolume};
-use foreshore_devices::volume::build::{
-    BuiltVolume, NewVolume, VolumeDevice, VolumePlace, build_volume,
-};
+use foreshore_devices::volume::build::{NewVolume, VolumeDevice, VolumePlace, build_volume};
 use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::{
     Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
@@ -55,7 +52,7 @@ pub(in crate::vm) fn attach(
         Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
     for ((volume_config, volume), interface) in config.pm_volumes.iter().zip(opened).zip(chosen) {
-        let pool = resources.pool(&volume_config.pool);
+        let pool = &resources.pool(&volume_config.pool);
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace {
             boot_vcpus: config.cpus.boot_vcpus,
@@ -65,19 +62,15 @@ pub(in crate::vm) fn attach(
         };
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
-        let BuiltVolume { sizes, failure, device, volume, compactor } = built;
-        let mut held: Vec<Box<dyn Any + Send>> = Vec::new();
+        let (device, mut opened) = Opened::of(built);
         match device {
             VolumeDevice::Pci(device) => devices.push(device),
             VolumeDevice::Nvdimm(nvdimm, resources) => {
-                healths.push(health(pool, failure.clone()));
+                healths.push(health(pool, opened.failure.clone()));
                 attached.nvdimms.push(nvdimm);
-                held.push(Box::new(resources));
+                opened.hold(resources);
             }
         }
-        held.extend(volume.map(|volume| Box::new(volume) as _));
-        held.extend(compactor.map(|compactor| Box::new(compactor) as _));
-        let opened = Opened { sizes, failure, _held: held };
         attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
     }
     if !healths.is_empty() {
@@ -100,14 +93,23 @@ fn choose_all(
     resources: &Resources,
 ) -> Result<Vec<Chosen>, InterfaceError> {
     let choose = |volume: &PmVolumeConfig| {
-        let pool = resources.pool(&volume.pool);
-        let chosen = choose(volume, is_thin(volume, pool), config.cpus.max_vcpus, payload)?;
-        check_pool(volume, chosen, pool.durability())?;
-        Ok(chosen)
+        choose_one(volume, &resources.pool(&volume.pool), config.cpus.max_vcpus, payload)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     check_count(&chosen)?;
     check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), config.ids_beside_volumes())?;
+    Ok(chosen)
+}
+
+/// Returns the interface of one volume.
+pub(in crate::vm) fn choose_one(
+    volume: &PmVolumeConfig,
+    pool: &Arc<dyn PmPool>,
+    max_vcpus: u8,
+    payload: Payload,
+) -> Result<Chosen, InterfaceError> {
+    let chosen = choose(volume, is_thin(volume, pool), max_vcpus, payload)?;
+    check_pool(volume, chosen, pool.durability())?;
     Ok(chosen)
 }
 
@@ -159,16 +161,25 @@ fn open(
     let mut opened: Vec<Option<Box<dyn PoolVolume>>> = steps.iter().map(|_| None).collect();
     for (place, step) in order {
         let volume = &config.pm_volumes[place];
-        let pool = resources.pool(&volume.pool);
-        let result = match step {
-            Step::Open => Ok(()),
-            Step::Create(size_bytes) => created.create(volume, pool, *size_bytes),
-            Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
-        };
-        let result = result.and_then(|()| pool.open_volume(&volume.name));
-        opened[place] = Some(result.map_err(BuildError::pool(volume.flag()))?);
+        opened[place] = Some(open_one(volume, step, &resources.pool(&volume.pool), created)?);
     }
     Ok(opened.into_iter().map(|volume| volume.expect("each volume has a step")).collect())
+}
+
+/// Executes the step for one volume, and opens it.
+pub(in crate::vm) fn open_one(
+    volume: &PmVolumeConfig,
+    step: &Step,
+    pool: &Arc<dyn PmPool>,
+    created: &mut CreatedVolumes,
+) -> Result<Box<dyn PoolVolume>, BuildError> {
+    let result = match step {
+        Step::Open => Ok(()),
+        Step::Create(size_bytes) => created.create(volume, pool, *size_bytes),
+        Step::Grow(size_bytes) => grow(volume, pool, *size_bytes),
+    };
+    let result = result.and_then(|()| pool.open_volume(&volume.name));
+    result.map_err(BuildError::pool(volume.flag()))
 }
 
 /// Grows a volume that has `size=remaining`. If it cannot grow, its size does not change, and an
@@ -245,7 +256,7 @@ mod tests {
     /// Opens the volumes for a start that succeeds or fails. Returns the sizes of the volumes in
     /// MiB.
     fn start(config: &VmConfig, succeeds: bool) -> Result<Vec<u64>, BuildError> {
-        let mut resources = resources();
+        let resources = resources();
         let steps = resources.open_pools(config)?;
         let mut created = CreatedVolumes::default();
         let opened = open(config, &steps, &resources, &mut created)?;
@@ -300,7 +311,7 @@ mod tests {
     fn dropped_nvdimm_leaves_nothing() {
         let (_folder, path) = pool_in(TempDir::new().unwrap(), &["data"]);
         let config = config(&path, &["name=data"]);
-        let mut resources = resources();
+        let resources = resources();
         let steps = resources.open_pools(&config).unwrap();
         let mut volumes =
             open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
@@ -310,7 +321,7 @@ mod tests {
             (context.mmio.count(), memory.slots().used(), context.lost.ranges().len())
         };
         let before = footprint(&machine);
-        let (volume, pool) = (volumes.remove(0), resources.pool(&path));
+        let (volume, pool) = (volumes.remove(0), &resources.pool(&path));
         // Only a page cache requires flush hints. The folder may be on tmpfs, which is volatile and
         // needs none.
         let hints = usize::from(pool.durability() == Durability::PageCache);
@@ -338,13 +349,13 @@ mod tests {
     /// volumes.
     fn events_of_served_volume(pool: &Path) -> Vec<&'static str> {
         let config = config(pool, &["name=data,interface=virtio-blk"]);
-        let mut resources = resources();
+        let resources = resources();
         let steps = resources.open_pools(&config).unwrap();
         let mut volumes =
             open(&config, &steps, &resources, &mut CreatedVolumes::default()).unwrap();
         let mut machine = machine();
         let (volume, volume_config) = (volumes.remove(0), &config.pm_volumes[0]);
-        let (interface, pool) = (Chosen::VirtioBlk, resources.pool(pool));
+        let (interface, pool) = (Chosen::VirtioBlk, &resources.pool(pool));
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace { boot_vcpus: 1, node: 0, nvdimms: 0, min_free_bytes: 0 };
         drop(build_volume(new, &place, &mut machine.memory, &machine.context).unwrap());

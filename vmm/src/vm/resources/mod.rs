@@ -5,32 +5,26 @@ pub(crate) mod host_devices;
 pub(crate) mod pools;
 pub(crate) mod taps;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::num::NonZeroU64;
-use std::os::fd::BorrowedFd;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 
 use foreshore_devices::events::Events;
-use foreshore_devices::file_id::{FileId, is_same};
 use foreshore_devices::host_console::{FileStart, Lines};
-use foreshore_devices::memory::lost_memory::cut_to_bytes;
 use foreshore_devices::metrics::Metrics;
-use foreshore_devices::pool::{LocalPool, PmPool, PoolMetrics, UsageMonitor};
+use foreshore_devices::pool::PmPool;
 use foreshore_devices::virtio::mem::PlugBudgets;
 use foreshore_devices::virtio::net::VhostFiles;
 use foreshore_devices::volume::file::PmemFile;
-use foreshore_devices::volume::plan::{Step, plan};
+use foreshore_devices::volume::plan::Step;
 use kvm_ioctls::Kvm;
 use parking_lot::Mutex;
-use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use crate::config::{PmemConfig, VmConfig};
 use crate::vm::error::BuildError;
 use crate::vm::resources::host_devices::HostDevices;
-use crate::vm::resources::pools::OpenPool;
+use crate::vm::resources::pools::{OpenPool, Pools};
 use crate::vm::resources::taps::Taps;
 
 /// Network interfaces, files and consoles that remain open for the next machine. Clones share the
@@ -43,16 +37,13 @@ pub(crate) struct OpenFiles {
     pub(crate) vhost: VhostFiles,
     /// Files of `--pmem`.
     pub(crate) pmem: PmemFiles,
+    pub(crate) pools: Pools,
     /// Consoles to which clients connect.
     pub(crate) lines: Lines,
 }
 
 /// Resources that the VMM keeps outside of its machine.
 pub(crate) struct Resources {
-    pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// Maps each path of a pool in the VM's configuration to the path by which the configuration
-    /// first named the pool.
-    paths_of_pools: BTreeMap<PathBuf, PathBuf>,
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
     kvm: Option<Arc<Kvm>>,
@@ -64,11 +55,11 @@ pub(crate) struct Resources {
 impl Resources {
     /// Creates resources for the first VM. `devices` were opened at the start.
     pub(crate) fn new(metrics: Arc<Metrics>, events: Events, devices: HostDevices) -> Self {
-        let (pools, paths_of_pools, plug_budgets) = Default::default();
+        let plug_budgets = PlugBudgets::default();
         let HostDevices { kvm, taps, vhost } = devices;
         let open_files = OpenFiles { taps, vhost, ..OpenFiles::default() };
         let machines = 0;
-        Self { pools, paths_of_pools, open_files, plug_budgets, kvm, metrics, events, machines }
+        Self { open_files, plug_budgets, kvm, metrics, events, machines }
     }
 
     /// Creates resources for another VM.
@@ -119,61 +110,27 @@ impl Resources {
         self.open_files.pmem.retain(config);
     }
 
-    /// Returns `config` with a single path for each pool: the path by which the VM's configuration
-    /// first named the pool. A path is resolved only once in the life of a VM, so later changes of
-    /// a link have no effect.
-    pub(in crate::vm) fn with_one_path_for_each_pool(&mut self, config: &VmConfig) -> VmConfig {
+    /// Returns `config` with a single path for each pool ([`Pools::first_path`]).
+    pub(in crate::vm) fn with_one_path_for_each_pool(&self, config: &VmConfig) -> VmConfig {
         let mut config = config.clone();
         let zones = config.pm_memory.iter_mut().map(|zone| &mut zone.pool);
         for path in zones.chain(config.pm_volumes.iter_mut().map(|volume| &mut volume.pool)) {
-            if let Some(known) = self.paths_of_pools.get(path) {
-                path.clone_from(known);
-                continue;
-            }
-            let is_one = |known: &&PathBuf| match self.pools.get(*known) {
-                Some(pool) => {
-                    FileId::of(path).is_some_and(|id| FileId::of_open(pool.file()) == Some(id))
-                }
-                None => is_same(known, path),
-            };
-            let known = self.paths_of_pools.values().find(is_one).unwrap_or(path).clone();
-            self.paths_of_pools.insert(std::mem::replace(path, known.clone()), known);
+            *path = self.open_files.pools.first_path(path);
         }
         config
     }
 
-    /// Opens every pool in `config` that is not open yet. Pools remain open and locked until the
-    /// VMM exits. However, a pool refuses writes after a failed write until it is opened again, so
-    /// the next machine reopens it.
+    /// Opens every pool in `config` that is not open yet.
     ///
     /// Returns the planned step for each volume, in the order of `config`. A pool is refused if it
     /// is too small for the VM's volumes and for the memory that the zones may need.
-    pub(in crate::vm) fn open_pools(&mut self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
-        self.pools.retain(|path, pool| {
-            let failed = pool.has_failed();
-            if failed {
-                warn!(pool = %path.display(), "A write to the pool has failed; opening it again");
-            }
-            let is_cut = is_cut_short(pool.file(), pool.info().total_bytes);
-            if is_cut {
-                warn!(pool = %path.display(), "The pool's file was truncated; opening it again");
-            }
-            !failed && !is_cut
-        });
+    pub(in crate::vm) fn open_pools(&self, config: &VmConfig) -> Result<Vec<Step>, BuildError> {
+        let pools = &self.open_files.pools;
+        pools.close_failed();
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {
-            // An earlier machine may have opened the pool with another limit.
-            let bound = scrub_bound(config, path);
-            if let Some(pool) = self.pools.get(path) {
-                pool.set_scrub_bandwidth(bound);
-            } else {
-                let pool = LocalPool::open(path, bound)
-                    .map_err(BuildError::pool(format!("{flag} pool={}", path.display())))?;
-                self.pools.insert(path.clone(), pool);
-            }
-            let pm = config.pm_memory.iter().find(|pm| pm.pool == *path && pm.lends_promised());
-            self.pool(path).lend_promised(pm.map(|pm| pm.storage_min));
+            pools.open(flag, path, &config.pm_memory)?;
         }
         self.plan_volumes(config)
     }
@@ -184,23 +141,13 @@ impl Resources {
         let paths: BTreeSet<_> =
             paths.chain(config.pm_volumes.iter().map(|volume| &volume.pool)).collect();
         for path in paths {
-            let pool = self.pool(path);
-            let zones = config.pm_memory.iter().filter(|zone| zone.pool == *path);
-            let memory_bytes = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.size));
             let (places, volumes): (Vec<_>, Vec<_>) = config
                 .pm_volumes
                 .iter()
                 .enumerate()
                 .filter(|(_, volume)| volume.pool == *path)
                 .unzip();
-            let planned =
-                plan(&volumes, &pool.volumes(), &pool.info(), memory_bytes).map_err(|error| {
-                    let flag = match error.volume() {
-                        Some(name) => format!("--pm-volume pool={},name={name}", path.display()),
-                        None => format!("--pm-memory pool={}", path.display()),
-                    };
-                    BuildError::device(flag)(error)
-                })?;
+            let planned = self.open_files.pools.plan(path, &volumes, &config.pm_memory)?;
             for (place, step) in places.into_iter().zip(planned) {
                 steps[place] = step;
             }
@@ -212,23 +159,13 @@ impl Resources {
     ///
     /// # Panics
     /// Panics if the pool is not open. Both calls must be made with the same configuration.
-    pub(crate) fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
-        self.pools.get(path).expect("a pool that was opened")
+    pub(crate) fn pool(&self, path: &Path) -> Arc<dyn PmPool> {
+        self.open_files.pools.get(path)
     }
 
     /// All open pools, in the order of their paths.
     pub(in crate::vm) fn pools(&self) -> Vec<OpenPool> {
-        self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
-    }
-
-    pub(crate) fn pool_metrics(&self) -> impl Iterator<Item = PoolMetrics> {
-        self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool))
-    }
-
-    pub(crate) fn usage_monitors(&self) -> impl Iterator<Item = UsageMonitor> {
-        self.pools.iter().map(|(path, pool)| {
-            UsageMonitor::new(path.display().to_string(), pool, self.events.clone())
-        })
+        self.open_files.pools.list()
     }
 
     pub(crate) fn metrics(&self) -> &Arc<Metrics> {
@@ -318,24 +255,13 @@ pub(in crate::vm) fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, Bui
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(config.flag()))
 }
 
-/// Returns true if the file of a pool was truncated. If so, opening the pool again fails with an
-/// error that names a remedy.
-fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
-    file.try_clone_to_owned()
-        .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
-}
-
-/// Limit on the bandwidth for erasing a pool, from `--pm-memory`.
-fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
-    match config.pm_memory.iter().find(|pm| pm.pool == pool) {
-        Some(pm) => pm.scrub_bytes_per_s(),
-        None => Some(DEFAULT_SCRUB_BYTES_PER_S),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::path::PathBuf;
+
     use foreshore_devices::persist::Persist;
+    use foreshore_devices::pool::LocalPool;
     use pmem_volume::Durability;
     use tempfile::TempDir;
 
@@ -404,7 +330,7 @@ mod tests {
         let mut config = test_config();
         config.pmem = vec![PmemConfig::parse(&format!("file={},size=4M", path.display())).unwrap()];
         config.pm_memory = vec![pm_zone(&pool, 2 * MIB)];
-        let mut resources = resources();
+        let resources = resources();
         let pool_file = File::options().write(true).open(&pool).unwrap();
         resources.pmem().open(&config).unwrap();
         resources.open_pools(&config).unwrap();
@@ -469,7 +395,7 @@ mod tests {
         config.pm_memory = vec![pm_zone(&path, 48 * MIB)];
         let thin = format!("pool={},name=thin,size=40M,create=on,thin=on", path.display());
         config.pm_volumes = vec![PmVolumeConfig::parse(&thin).unwrap()];
-        let mut resources = resources();
+        let resources = resources();
         let message = foreshore_types::chain(&resources.open_pools(&config).unwrap_err());
         assert!(message.contains("--pm-memory") && message.contains("40 MiB"), "{message}");
         let zone = &mut config.pm_memory[0];
@@ -540,7 +466,7 @@ mod tests {
         let mut twice = config.clone();
         twice.pm_volumes[1] = volume(&pool, "a");
         assert!(twice.validate().unwrap_err().to_string().contains("twice"));
-        let mut resources = resources();
+        let resources = resources();
         let named = resources.with_one_path_for_each_pool(&config);
         let paths: Vec<_> = named.pm_volumes.iter().map(|volume| &volume.pool).collect();
         assert_eq!(paths, [&link, &other]);

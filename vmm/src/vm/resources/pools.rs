@@ -1,10 +1,22 @@
 //! Open pools of a machine, and their state in `pool.info`.
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use foreshore_devices::pool::PmPool;
+use foreshore_devices::events::Events;
+use foreshore_devices::file_id::{FileId, is_same};
+use foreshore_devices::memory::lost_memory::cut_to_bytes;
+use foreshore_devices::pool::{LocalPool, PmPool, PoolMetrics, UsageMonitor};
+use foreshore_devices::volume::plan::{Step, plan};
+use parking_lot::Mutex;
+use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
+use tracing::warn;
 
+use crate::config::{PmMemoryConfig, PmVolumeConfig};
+use crate::vm::error::BuildError;
 use crate::vm::request::{PoolInfo, PoolStatus};
 
 /// Pool that contains memory or a volume of the machine.
@@ -16,6 +28,14 @@ pub(in crate::vm) struct OpenPool {
 impl OpenPool {
     pub(in crate::vm) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
+    }
+
+    pub(in crate::vm) fn metrics(&self) -> PoolMetrics {
+        PoolMetrics::new(self.path.display().to_string(), &self.pool)
+    }
+
+    pub(in crate::vm) fn usage_monitor(&self, events: &Events) -> UsageMonitor {
+        UsageMonitor::new(self.path.display().to_string(), &self.pool, events.clone())
     }
 
     /// State that `pool.info` reports. Reading it waits neither for the media nor for changes of
@@ -43,6 +63,125 @@ impl OpenPool {
             status: info.latched.map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
         }
     }
+}
+
+/// Pools that remain open and locked until the VM is deleted. Clones share them.
+#[derive(Clone, Default)]
+pub(crate) struct Pools(Arc<Mutex<Shared>>);
+
+#[derive(Default)]
+struct Shared {
+    pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
+    /// Maps each path of a pool in the VM's configuration to the path by which the configuration
+    /// first named the pool.
+    first_paths: BTreeMap<PathBuf, PathBuf>,
+}
+
+impl Pools {
+    /// Returns the path by which the VM's configuration first named the pool at `path`. A path is
+    /// resolved only once in the life of a VM, so later changes of a link have no effect.
+    pub(in crate::vm) fn first_path(&self, path: &Path) -> PathBuf {
+        let Shared { pools, first_paths } = &mut *self.0.lock();
+        if let Some(known) = first_paths.get(path) {
+            return known.clone();
+        }
+        let is_it = |known: &&PathBuf| match pools.get(*known) {
+            Some(pool) => {
+                FileId::of(path).is_some_and(|id| FileId::of_open(pool.file()) == Some(id))
+            }
+            None => is_same(known, path),
+        };
+        let known = first_paths.values().find(is_it).map_or(path, PathBuf::as_path).to_owned();
+        first_paths.insert(path.to_owned(), known.clone());
+        known
+    }
+
+    /// Closes pools that the next machine must open again. A pool refuses writes after a failed
+    /// write until it is opened again.
+    pub(in crate::vm) fn close_failed(&self) {
+        self.0.lock().pools.retain(|path, pool| {
+            let failed = pool.has_failed();
+            if failed {
+                warn!(pool = %path.display(), "A write to the pool has failed; opening it again");
+            }
+            let is_cut = is_cut_short(pool.file(), pool.info().total_bytes);
+            if is_cut {
+                warn!(pool = %path.display(), "The pool's file was truncated; opening it again");
+            }
+            !failed && !is_cut
+        });
+    }
+
+    /// Opens the pool of a flag's key `pool`, unless it is open. `zones` are all zones of the VM.
+    pub(in crate::vm) fn open(
+        &self,
+        flag: &str,
+        path: &Path,
+        zones: &[PmMemoryConfig],
+    ) -> Result<Arc<dyn PmPool>, BuildError> {
+        let zone = zones.iter().find(|zone| zone.pool == path);
+        let bound = zone.map_or(Some(DEFAULT_SCRUB_BYTES_PER_S), PmMemoryConfig::scrub_bytes_per_s);
+        let pools = &mut self.0.lock().pools;
+        // An earlier machine may have opened the pool with another limit.
+        let pool = if let Some(pool) = pools.get(path) {
+            pool.set_scrub_bandwidth(bound);
+            Arc::clone(pool)
+        } else {
+            let pool = LocalPool::open(path, bound)
+                .map_err(BuildError::pool(format!("{flag} pool={}", path.display())))?;
+            pools.insert(path.to_owned(), Arc::clone(&pool) as _);
+            pool
+        };
+        let lending = zones.iter().find(|zone| zone.pool == path && zone.lends_promised());
+        pool.lend_promised(lending.map(|zone| zone.storage_min));
+        Ok(pool)
+    }
+
+    /// Returns the planned step for each of `volumes`, which are in the pool at `path`. The pool is
+    /// refused if it is too small for them and for the memory that `zones` may need.
+    pub(in crate::vm) fn plan(
+        &self,
+        path: &Path,
+        volumes: &[&PmVolumeConfig],
+        zones: &[PmMemoryConfig],
+    ) -> Result<Vec<Step>, BuildError> {
+        let pool = self.get(path);
+        let memory_bytes = memory_bytes(zones, path);
+        plan(volumes, &pool.volumes(), &pool.info(), memory_bytes).map_err(|error| {
+            let flag = match error.volume() {
+                Some(name) => format!("--pm-volume pool={},name={name}", path.display()),
+                None => format!("--pm-memory pool={}", path.display()),
+            };
+            BuildError::device(flag)(error)
+        })
+    }
+
+    /// Returns an open pool.
+    ///
+    /// # Panics
+    /// Panics if the pool is not open.
+    pub(in crate::vm) fn get(&self, path: &Path) -> Arc<dyn PmPool> {
+        Arc::clone(self.0.lock().pools.get(path).expect("a pool that was opened"))
+    }
+
+    /// All open pools, in the order of their paths.
+    pub(in crate::vm) fn list(&self) -> Vec<OpenPool> {
+        let shared = self.0.lock();
+        shared.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
+    }
+}
+
+/// Total size of the zones in the pool at `path`.
+pub(in crate::vm) fn memory_bytes(zones: &[PmMemoryConfig], path: &Path) -> u64 {
+    let zones = zones.iter().filter(|zone| zone.pool == path);
+    zones.fold(0, |sum, zone| sum.saturating_add(zone.size))
+}
+
+/// Returns true if the file of a pool was truncated. If so, opening the pool again fails with an
+/// error that names a remedy.
+fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
+    file.try_clone_to_owned()
+        .is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
 }
 
 #[cfg(test)]
