@@ -61,6 +61,7 @@ fn flags_verbs_and_policies_are_completed() {
         (&["foreshore-remote", "add-disk", "rea"], "readonly="),
         (&["foreshore-remote", "add-net", "vhost=a"], "auto"),
         (&["foreshore-remote", "add-pmem", "file=vml"], "vmlinuz"),
+        (&["foreshore-remote", "add-pm-volume", "interface=virtio-b"], "virtio-blk"),
         (&["foreshore", "--kernel", "vml"], "vmlinuz"),
         (&["foreshore", "--pressure", "policy=ps"], "psi"),
         (&["foreshore", "--pressure", "policy=amf,recl"], "amf,reclaim="),

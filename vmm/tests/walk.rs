@@ -51,9 +51,14 @@ const COMMANDS: &str = "ping; info; memory; pool; volumes; counters; pressure; p
     add-disk path=DIR/read,readonly=on,id=again; ! add-disk path=/nonexistent;
     ! add-disk path=/etc/passwd; add-net tap=TAP1,id=net1; add-pmem file=DIR/more-pmem,id=pmem1;
     ! add-vsock cid=4,socket=DIR/vsock4; remove-device more; remove-device net1;
-    remove-device pmem1; ! remove-device none; pause; info; resize --balloon 0; resume;
-    power-button; reboot; shutdown; info; boot; pause; reboot; nmi; ? reboot; shutdown; delete;
-    ! info; create DIR/vm.json; boot; add-vsock cid=4,socket=DIR/vsock4; shutdown; delete";
+    remove-device pmem1; ! remove-device none; ! add-pm-volume pool=/etc/passwd,name=none;
+    add-pm-volume pool=DIR/other,name=added,size=20M,create=on,thin=on; volumes; pool;
+    resize-disk --disk added --size 40M; ! resize-disk --disk added --size 20M;
+    add-pm-volume pool=DIR/pool,name=raw,size=16M,create=on,format=raw; remove-device added;
+    ! add-pm-volume pool=DIR/other,name=added; pause; info; resize --balloon 0; resume;
+    power-button; reboot; add-pm-volume pool=DIR/other,name=added; remove-device pmem-raw;
+    shutdown; info; boot; pause; reboot; nmi; ? reboot; shutdown; delete; ! info;
+    create DIR/vm.json; boot; add-vsock cid=4,socket=DIR/vsock4; shutdown; delete";
 
 /// Flags of a VM with shared memory, memory in a file, and terminals.
 const FILE_FLAGS: &[&str] = &[
@@ -218,6 +223,7 @@ fn create_files(folder: &TempDir) {
         File::create(file(name)).unwrap().set_len(64 * MIB).unwrap();
     }
     drop(Pool::create(&file("pool"), 256 * MIB, 0).unwrap());
+    drop(Pool::create(&file("other"), 64 * MIB, 0).unwrap());
     let config = serde_json::json!({
         "payload": {"kernel": file("kernel")},
         "memory": {"size": 128 * MIB},

@@ -149,7 +149,10 @@ fn answer_add(device: &DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         DeviceConfig::Disk(_) => {
             Ok(Some(PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:06.0".to_owned() }))
         }
-        DeviceConfig::Net(_) | DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => Ok(None),
+        DeviceConfig::Net(_)
+        | DeviceConfig::Pmem(_)
+        | DeviceConfig::Volume(_)
+        | DeviceConfig::Vsock(_) => Ok(None),
     }
 }
 

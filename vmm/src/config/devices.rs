@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::{
     BalloonConfig, DRAM_ZONE, DiskConfig, GivenFd, MacAddress, MemoryZoneConfig, NetConfig,
-    PmMemoryConfig, PmemConfig, SWITCHES, VmConfig, VsockConfig,
+    PmMemoryConfig, PmVolumeConfig, PmemConfig, SWITCHES, VmConfig, VsockConfig,
 };
 
 /// Sections for one kind of device in a [`VmConfig`]: a list, or at most one section.
@@ -53,23 +53,35 @@ macro_rules! removable {
         #[derive(Clone, Debug, PartialEq, Eq)]
         pub enum DeviceConfig {
             $($(#[$doc])* $Kind($Config),)*
+            /// Volume that is added by `vm.add-pm-volume`. Its ID is derived from its name.
+            Volume(PmVolumeConfig),
         }
 
         impl DeviceConfig {
             /// Kinds of devices, each in one word.
-            pub const KINDS: &'static [&'static str] = &[$(<$Config>::KIND),*];
+            pub const KINDS: &'static [&'static str] = &[$(<$Config>::KIND,)* PmVolumeConfig::KIND];
 
             /// Kind of device in one word.
             pub fn kind(&self) -> &'static str {
-                match self { $(Self::$Kind(_) => <$Config>::KIND,)* }
+                match self {
+                    $(Self::$Kind(_) => <$Config>::KIND,)*
+                    Self::Volume(_) => PmVolumeConfig::KIND,
+                }
             }
 
             fn flag(&self) -> &'static str {
-                match self { $(Self::$Kind(_) => <$Config>::FLAG,)* }
+                match self {
+                    $(Self::$Kind(_) => <$Config>::FLAG,)*
+                    Self::Volume(_) => PmVolumeConfig::FLAG,
+                }
             }
 
-            fn id_mut(&mut self) -> &mut Option<String> {
-                match self { $(Self::$Kind(section) => &mut section.id,)* }
+            /// ID in the section. `None` for a volume, whose ID is derived from its name.
+            fn id_mut(&mut self) -> Option<&mut Option<String>> {
+                match self {
+                    $(Self::$Kind(section) => Some(&mut section.id),)*
+                    Self::Volume(_) => None,
+                }
             }
         }
 
@@ -94,7 +106,10 @@ macro_rules! removable {
             /// Adds a device. Returns false if the VM can have only one device of this kind and
             /// already has it.
             fn put(&mut self, device: DeviceConfig) -> bool {
-                match device { $(DeviceConfig::$Kind(section) => self.$field.put(section),)* }
+                match device {
+                    $(DeviceConfig::$Kind(section) => self.$field.put(section),)*
+                    DeviceConfig::Volume(volume) => self.pm_volumes.put(volume),
+                }
             }
 
             /// Returns the device with this ID if it is removable.
@@ -105,14 +120,18 @@ macro_rules! removable {
                         return Some(DeviceConfig::$Kind(section.clone()));
                     }
                 )*
-                None
+                let volume = self.volumes_with_ids().find(|(_, other)| other == id);
+                volume.map(|(volume, _)| DeviceConfig::Volume(volume.clone()))
             }
 
             /// Removes the device with this ID. Returns false if no removable device has this ID.
             pub fn remove_device(&mut self, id: &str) -> bool {
-                let is_there = self.device(id).is_some();
+                let device = self.device(id);
+                if let Some(DeviceConfig::Volume(removed)) = &device {
+                    self.pm_volumes.retain(|volume| volume != removed);
+                }
                 $(self.$field.retain_if(|section| section.id.as_deref() != Some(id));)*
-                is_there
+                device.is_some()
             }
         }
     };
@@ -148,6 +167,10 @@ impl DeviceConfig {
 
     pub fn pmem(json: Map<String, Value>) -> Result<Warned, JsonError> {
         read(json, Self::Pmem)
+    }
+
+    pub fn pm_volume(json: Map<String, Value>) -> Result<Warned, JsonError> {
+        read(json, Self::Volume)
     }
 
     pub fn vsock(json: Map<String, Value>) -> Result<Warned, JsonError> {
@@ -232,9 +255,14 @@ impl VmConfig {
 
     /// All IDs, including those of volumes attached as devices.
     fn ids(&self) -> Vec<String> {
-        let volumes =
-            self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
+        let volumes = self.volumes_with_ids().map(|(_, id)| id);
         self.ids_beside_volumes().into_iter().chain(volumes).collect()
+    }
+
+    /// Volumes that are attached as devices, with their IDs.
+    fn volumes_with_ids(&self) -> impl Iterator<Item = (&PmVolumeConfig, String)> {
+        self.chosen_volumes()
+            .filter_map(|(volume, chosen)| Some((volume, chosen.device_id(&volume.name)?)))
     }
 
     /// Checks that IDs are unique. IDs of volumes are checked once the interfaces of the volumes
@@ -258,8 +286,9 @@ impl VmConfig {
         config.name_devices();
         let (mut taken, flag, kind) = (config.ids(), device.flag(), device.kind());
         taken.extend_from_slice(in_use);
-        let id = device.id_mut().get_or_insert_with(|| free_name(kind, &taken)).clone();
-        if taken.contains(&id) {
+        let given = device.id_mut().map(|id| id.get_or_insert_with(|| free_name(kind, &taken)));
+        let given = given.cloned();
+        if let Some(id) = given.clone().filter(|id| taken.contains(id)) {
             return Err(ConfigError::IdTaken { flag, id });
         }
         if !config.put(device) {
@@ -267,8 +296,13 @@ impl VmConfig {
             return Err(ConfigError::Conflict { flag, reason });
         }
         config.validate()?;
+        // The validation has checked the derived ID of a volume. An NVDIMM has none.
+        let id = given.or_else(|| {
+            let added = config.pm_volumes.last();
+            config.volumes_with_ids().find(|(volume, _)| Some(*volume) == added).map(|(_, id)| id)
+        });
         *self = config;
-        Ok(id)
+        Ok(id.unwrap_or_default())
     }
 }
 
@@ -277,7 +311,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::config::{PmVolumeConfig, test_config};
+    use crate::config::test_config;
 
     fn disk(text: &str) -> DeviceConfig {
         DeviceConfig::Disk(DiskConfig::parse(text).unwrap())
@@ -419,6 +453,35 @@ mod tests {
         config.address_devices(|| panic!("all have one"));
         assert!(matches!(config.device("n"), Some(DeviceConfig::Net(net)) if net.fds == given.fds));
         assert!(config.remove_device("n") && config.net.is_empty());
+    }
+
+    #[test]
+    fn added_volume_has_the_id_of_its_interface() {
+        let mut config = test_config();
+        let volume = |text: &str| {
+            DeviceConfig::Volume(PmVolumeConfig::parse(&format!("pool=/p,{text}")).unwrap())
+        };
+        for (text, id) in [
+            ("name=a,interface=virtio-blk", "a"),
+            ("name=b,interface=virtio-pmem", "pmem-b"),
+            ("name=c,format=raw", "pmem-c"),
+            ("name=d,interface=nvdimm", ""),
+        ] {
+            assert_eq!(add(&mut config, volume(text)), Ok(id.to_owned()));
+        }
+        let before = config.clone();
+        for (text, reason) in [
+            ("name=a,interface=virtio-pmem", "volume a of pool \"/p\" is given twice"),
+            ("name=e,thin=on", "needs create=on"),
+        ] {
+            assert!(add(&mut config, volume(text)).unwrap_err().contains(reason));
+        }
+        assert_eq!(config, before);
+        assert_eq!(config.device("pmem-b"), Some(volume("name=b,interface=virtio-pmem")));
+        assert!(config.remove_device("a") && !config.remove_device("a"));
+        assert!(config.remove_device("pmem-b") && !config.remove_device("d"));
+        let names: Vec<_> = config.pm_volumes.iter().map(|volume| &*volume.name).collect();
+        assert_eq!(names, ["c", "d"]);
     }
 
     #[test]

@@ -49,6 +49,15 @@ pub(crate) enum BuildError {
     Pressure(#[source] crate::governor::GovernorError),
 }
 
+/// Error of a pool or of a volume in it, and the command that helps.
+#[derive(Debug, Error)]
+#[error("{}{remedy}", foreshore_types::chain(error))]
+struct FailedPool {
+    // Printed with its causes, so that the command follows them.
+    error: PoolError,
+    remedy: &'static str,
+}
+
 impl BuildError {
     /// Returns a function that converts the error of a device.
     pub(crate) fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
@@ -63,8 +72,8 @@ impl BuildError {
     /// names the command that helps.
     pub(crate) fn pool(device: impl Into<String>) -> impl FnOnce(PoolError) -> Self {
         let device = Self::device(device);
-        move |err| {
-            let remedy = match err {
+        move |err: PoolError| {
+            let remedy = match &err {
                 PoolError::Missing { .. } | PoolError::NotAPool { .. } => {
                     "; create the pool with `pmvol create`"
                 }
@@ -79,7 +88,7 @@ impl BuildError {
                 PoolError::PoolFull { .. } => "; grow the pool with `pmvol grow`",
                 _ => "",
             };
-            device(foreshore_types::chain(&err) + remedy)
+            device(FailedPool { error: err, remedy })
         }
     }
 
@@ -102,7 +111,11 @@ impl BuildError {
             source.downcast_ref(),
             Some(VsockError::Socket(UnixSocketError::InUse { .. }))
         );
-        is_tap || is_image || is_pmem || is_socket
+        let is_volume = matches!(
+            source.downcast_ref(),
+            Some(FailedPool { error: PoolError::VolumeInUse { .. }, .. })
+        );
+        is_tap || is_image || is_pmem || is_socket || is_volume
     }
 }
 

@@ -219,7 +219,8 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
-    use crate::config::{DiskConfig, MemoryZoneConfig, test_config};
+    use crate::config::{DeviceConfig, DiskConfig, MemoryZoneConfig, PmVolumeConfig, test_config};
+    use crate::vm::uses::use_of_device;
     use tempfile::TempDir;
 
     fn rule(path: &Path, access: Access) -> Rule {
@@ -286,8 +287,14 @@ mod tests {
         let error = limits.check(&outside).unwrap_err().to_string();
         let missing = format!("--landlock-rules path={},access=rw", folder.path().display());
         assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");
+        // The same applies to the pool of a volume that is added.
+        let volume = format!("pool={}/image,name=a", folder.path().display());
+        let volume = DeviceConfig::Volume(PmVolumeConfig::parse(&volume).unwrap());
+        let pool = use_of_device(&volume).unwrap();
+        let error = limits.check(&pool).unwrap_err().to_string();
+        assert!(error.starts_with("--pm-volume pool=") && error.contains(&missing), "{error}");
         limits.rules = Some(vec![rule(folder.path(), Access::ReadWrite)]);
-        assert!(limits.check(&outside).is_ok());
+        assert!(limits.check(&outside).is_ok() && limits.check(&pool).is_ok());
     }
 
     #[test]

@@ -553,8 +553,8 @@ pub enum VmRequest {
     Resize(Resize, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
-    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`. The answer is `None` if the VM
-    /// is not running.
+    /// `vm.add-disk`, `vm.add-net`, `vm.add-pm-volume`, `vm.add-pmem`, `vm.add-vsock`. The answer
+    /// is `None` if the VM is not running.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
     /// `vm.remove-device`.
     RemoveDevice(String, Reply<()>),

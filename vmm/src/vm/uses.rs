@@ -8,7 +8,7 @@ use foreshore_devices::standard_stream;
 
 use crate::config::{
     ApiSocket, ConsoleConfig, ConsoleMode, DeviceConfig, DiskConfig, Launch, MetricsAddress,
-    PmemConfig, VmConfig, VsockConfig,
+    PmVolumeConfig, PmemConfig, VmConfig, VsockConfig,
 };
 
 /// One use of a file, device or socket, by a VM or by the VMM.
@@ -86,12 +86,7 @@ pub(super) fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     uses.extend(
         config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)),
     );
-    uses.extend(
-        config
-            .pm_volumes
-            .iter()
-            .map(|volume| Use::new("--pm-volume pool", &volume.pool, Kind::Pool)),
-    );
+    uses.extend(config.pm_volumes.iter().map(use_of_volume));
     uses.extend(config.disks.iter().map(use_of_disk));
     uses.extend(config.pmem.iter().map(use_of_pmem));
     let payload = &config.payload;
@@ -116,6 +111,7 @@ pub(super) fn use_of_device(device: &DeviceConfig) -> Option<Use> {
     match device {
         DeviceConfig::Disk(disk) => Some(use_of_disk(disk)),
         DeviceConfig::Pmem(pmem) => Some(use_of_pmem(pmem)),
+        DeviceConfig::Volume(volume) => Some(use_of_volume(volume)),
         DeviceConfig::Vsock(vsock) => Some(use_of_vsock(vsock)),
         DeviceConfig::Net(_) => None,
     }
@@ -131,6 +127,10 @@ fn use_of_disk(disk: &DiskConfig) -> Use {
 
 fn use_of_pmem(pmem: &PmemConfig) -> Use {
     Use::new("--pmem file", &pmem.file, storage(pmem.discard_writes))
+}
+
+fn use_of_volume(volume: &PmVolumeConfig) -> Use {
+    Use::new("--pm-volume pool", &volume.pool, Kind::Pool)
 }
 
 fn use_of_vsock(vsock: &VsockConfig) -> Use {

@@ -85,6 +85,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
 const VALID: &[(&str, &str)] = &[
     ("vm.add-disk", r#"{"path": "/d"}"#),
     ("vm.add-net", r#"{"tap": "t"}"#),
+    ("vm.add-pm-volume", r#"{"pool": "/p", "name": "a"}"#),
     ("vm.add-pmem", r#"{"file": "/p"}"#),
     ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#),
     ("vm.create", r#"{"payload": {"kernel": "/k"}}"#),

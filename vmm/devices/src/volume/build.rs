@@ -273,7 +273,7 @@ fn build_virtio_pmem(new: MappedVolume<'_>, context: &DeviceContext) -> SetupRes
         VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
     };
     let source = new.metrics(VolumeCounters::VirtioPmem(device.metrics()));
-    let device = new_device(device, context)?.exposing(source);
+    let device = new_device(device, context)?.removable(PmVolumeConfig::KIND).exposing(source);
     new.built(|mapped| Ok(VolumeDevice::Pci(device.mapping(mapped).attach(context)?)))
 }
 
@@ -295,7 +295,7 @@ fn build_virtio_blk(
     let shape = DiskShape {
         id: config.name.clone(),
         serial: config.name.clone(),
-        queues: u16::from(place.boot_vcpus).min(QUEUES_MAX),
+        queues: u16::from(place.boot_vcpus).clamp(1, QUEUES_MAX),
         queue_size: QUEUE_SIZE,
         read_only: config.readonly,
     };
@@ -305,7 +305,8 @@ fn build_virtio_blk(
     let compacted = Weak::clone(&served);
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
     let source = metrics(config, sizes.clone(), failure.clone(), counters);
-    let device = new_device(device, context)?.exposing(source).with_handle(disk);
+    let device = new_device(device, context)?.removable(PmVolumeConfig::KIND);
+    let device = device.exposing(source).with_handle(disk);
     let device = VolumeDevice::Pci(device.attach(context)?);
     let compactor = match is_compacted {
         true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),

@@ -124,6 +124,13 @@ section! {
 }
 
 impl PmVolumeConfig {
+    /// Kind of the device in metrics.
+    pub const KIND: &'static str = "volume";
+
+    pub fn key(&self) -> VolumeKey {
+        VolumeKey { pool: self.pool.clone(), name: self.name.clone() }
+    }
+
     /// Flag with the properties that identify the volume in errors.
     pub fn flag(&self) -> String {
         self.source().to_string()

@@ -23,7 +23,7 @@ pub struct VolumeKey {
 #[derive(Debug, Default)]
 pub struct GuestBtt {
     /// Volumes whose sectors the guest translates.
-    volumes: Vec<(VolumeKey, Chosen)>,
+    volumes: Mutex<Vec<(VolumeKey, Chosen)>>,
     max_vcpus: u8,
     reported: Mutex<Reported>,
     /// Number of verdicts of each kind, in the order of [`Verdict::LABELS`].
@@ -39,7 +39,16 @@ struct Reported {
 impl GuestBtt {
     /// Creates the record for `volumes`, which a guest with up to `max_vcpus` translates itself.
     pub fn new(volumes: Vec<(VolumeKey, Chosen)>, max_vcpus: u8) -> Self {
-        Self { volumes, max_vcpus, ..Self::default() }
+        Self { volumes: Mutex::new(volumes), max_vcpus, ..Self::default() }
+    }
+
+    /// Adds a volume that the running guest translates itself.
+    pub fn add(&self, key: VolumeKey, interface: Chosen) {
+        self.volumes.lock().push((key, interface));
+    }
+
+    pub fn remove(&self, key: &VolumeKey) {
+        self.volumes.lock().retain(|(other, _)| other != key);
     }
 
     /// Records the kernel from an agent's hello message. Returns true if it logs a warning. It logs
@@ -51,8 +60,8 @@ impl GuestBtt {
             version: hello.kernel_version().to_owned(),
             preemption: hello.preemption().to_owned(),
         };
-        let worst = self
-            .volumes
+        let volumes = self.volumes.lock();
+        let worst = volumes
             .iter()
             .map(|(key, interface)| (key, classify(&kernel, *interface, self.max_vcpus)))
             .max_by_key(|(_, verdict)| verdict.severity());
@@ -88,20 +97,21 @@ impl GuestBtt {
     /// Verdict on the driver for the volume `name` in `pool`. `None` if the VMM translates the
     /// volume, or no kernel is known yet.
     pub fn verdict(&self, pool: &Path, name: &str) -> Option<Verdict> {
-        let (_, interface) =
-            self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
+        let is_it = |(key, _): &&(VolumeKey, Chosen)| key.pool == pool && key.name == name;
+        let interface = self.volumes.lock().iter().find(is_it)?.1;
         match self.kernel() {
-            Some(kernel) => Some(classify(&kernel, *interface, self.max_vcpus)),
+            Some(kernel) => Some(classify(&kernel, interface, self.max_vcpus)),
             // Faults that all kernels have are known before the report.
-            None => Some(classify(&GuestKernel::default(), *interface, self.max_vcpus))
+            None => Some(classify(&GuestKernel::default(), interface, self.max_vcpus))
                 .filter(|verdict| matches!(verdict, Verdict::Unsafe(_))),
         }
     }
 
     /// Number of verdicts of each kind. Empty if the guest translates no volume.
     pub fn verdicts_total(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let has_volumes = !self.volumes.lock().is_empty();
         let counts = self.verdicts.iter().map(|count| count.load(Ordering::Relaxed));
-        Verdict::LABELS.into_iter().zip(counts).filter(|_| !self.volumes.is_empty())
+        Verdict::LABELS.into_iter().zip(counts).filter(move |_| has_volumes)
     }
 }
 
@@ -180,6 +190,16 @@ mod tests {
         assert_eq!(btt.verdict(Path::new("/p"), "data"), Some(Verdict::Safe));
         assert_eq!(btt.verdict(Path::new("/q"), "data").unwrap().label(), "unsafe");
         assert_eq!(btt.verdict(Path::new("/r"), "data"), None);
+    }
+
+    #[test]
+    fn volume_has_a_verdict_while_it_is_attached() {
+        let btt = GuestBtt::new(Vec::new(), 2);
+        btt.add(key("data"), Chosen::VirtioPmem);
+        assert_eq!(verdict(&btt, "data").unwrap().label(), "unsafe");
+        assert!(btt.hello(&hello("6.12.117", "voluntary")));
+        btt.remove(&key("data"));
+        assert_eq!(verdict(&btt, "data"), None);
     }
 
     #[test]

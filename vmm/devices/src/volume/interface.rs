@@ -110,6 +110,13 @@ pub enum InterfaceError {
         /// ID of the volume's device.
         id: String,
     },
+    /// The firmware tables describe NVDIMMs at boot. Linux adds others only if a method of these
+    /// tables (`_FIT`) returns them, and cannot remove any.
+    #[error(
+        "--pm-volume name={name}: interface=nvdimm is possible only at boot, because the firmware tables describe \
+         NVDIMMs; use interface=virtio-blk, or shut the VM down first"
+    )]
+    NvdimmAtRunTime { name: String },
     /// The number of flush hint pages and health registers is limited.
     #[error(
         "--pm-volume: {count} volumes would be NVDIMMs, but a guest can have at most {MAX_NVDIMMS}; choose another \
@@ -189,6 +196,19 @@ fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
         VolumeInterface::Nvdimm => Ok(Chosen::Nvdimm),
         VolumeInterface::VirtioBlk => Err(InterfaceError::RawBlocks { name: volume.name.clone() }),
     }
+}
+
+/// Returns the volume with the interface that it gets in a running guest, also at later boots.
+pub fn at_run_time(volume: PmVolumeConfig) -> Result<PmVolumeConfig, InterfaceError> {
+    let interface = match (volume.interface, volume.format) {
+        (VolumeInterface::Nvdimm, _) => {
+            return Err(InterfaceError::NvdimmAtRunTime { name: volume.name });
+        }
+        (VolumeInterface::Auto, VolumeFormat::Btt) => VolumeInterface::VirtioBlk,
+        (VolumeInterface::Auto, VolumeFormat::Raw) => VolumeInterface::VirtioPmem,
+        (interface, _) => interface,
+    };
+    Ok(PmVolumeConfig { interface, ..volume })
 }
 
 /// Refuses more NVDIMMs than a guest may have.
@@ -340,6 +360,24 @@ mod tests {
         assert_eq!(chosen(VirtioPmem, 1, Linux, false), Some(Chosen::VirtioPmem));
         assert_eq!(chosen(VirtioPmem, 2, Linux, false), None);
         assert_eq!(chosen(VirtioPmem, 2, Linux, true), Some(Chosen::VirtioPmem));
+    }
+
+    #[test]
+    fn running_guest_gets_no_nvdimm() {
+        use VolumeInterface::{VirtioBlk, VirtioPmem};
+        for (options, expected) in [
+            ("format=btt", VirtioBlk),
+            ("format=raw", VirtioPmem),
+            ("interface=virtio-pmem", VirtioPmem),
+            ("interface=virtio-blk", VirtioBlk),
+        ] {
+            let interface = at_run_time(volume(options)).map(|volume| volume.interface);
+            assert_eq!(interface, Ok(expected), "{options}");
+        }
+        let text = at_run_time(volume("interface=nvdimm")).unwrap_err().to_string();
+        for part in ["data", "only at boot", "firmware tables", "interface=virtio-blk"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
     }
 
     #[test]

@@ -51,6 +51,13 @@ pub(super) async fn add_pmem(
     add(vm, DeviceConfig::pmem(json)?).await
 }
 
+pub(super) async fn add_pm_volume(
+    State(vm): State<VmHandle>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<Response, ApiError> {
+    add(vm, DeviceConfig::pm_volume(json)?).await
+}
+
 pub(super) async fn add_vsock(
     State(vm): State<VmHandle>,
     JsonBody(json): JsonBody<Map<String, Value>>,

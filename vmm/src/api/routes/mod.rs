@@ -64,6 +64,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.add-disk", put(devices::add_disk)),
         ("vm.add-net", put(devices::add_net)),
         ("vm.add-pmem", put(devices::add_pmem)),
+        ("vm.add-pm-volume", put(devices::add_pm_volume)),
         ("vm.add-vsock", put(devices::add_vsock)),
         ("vm.remove-device", put(devices::remove)),
         ("vm.resize-disk", put(disk::resize)),
@@ -100,6 +101,7 @@ pub(super) fn successes() -> Vec<(&'static str, &'static [StatusCode])> {
         ("vm.add-disk", BOTH),
         ("vm.add-net", BOTH),
         ("vm.add-pmem", BOTH),
+        ("vm.add-pm-volume", BOTH),
         ("vm.add-vsock", BOTH),
         ("vm.remove-device", DONE),
         ("vm.resize-disk", DONE),
@@ -125,6 +127,7 @@ pub(super) const REFUSALS: &[(&str, &[StatusCode])] = {
         ("vm.add-disk", BOTH),
         ("vm.add-net", BOTH),
         ("vm.add-pmem", BOTH),
+        ("vm.add-pm-volume", BOTH),
         ("vm.add-vsock", BOTH),
     ]
 };

@@ -112,6 +112,7 @@ fn any_value_of_a_device_or_resize_field_is_answered_in_every_state() {
         let calls = [
             device("vm.add-disk", "disks"),
             device("vm.add-net", "net"),
+            device("vm.add-pm-volume", "pm_volumes"),
             device("vm.add-pmem", "pmem"),
             device("vm.add-vsock", "vsock"),
             fixed("vm.remove-device", &["id"], json!({"id": "nobody"})),

@@ -241,6 +241,7 @@ fn every_call_succeeds_with_its_described_status() {
         let devices = [
             ("vm.add-disk", r#"{"path":"/d.raw","id":"disk"}"#),
             ("vm.add-net", r#"{"id":"net"}"#),
+            ("vm.add-pm-volume", r#"{"pool":"/p","name":"data","interface":"virtio-blk"}"#),
             ("vm.add-pmem", r#"{"file":"/p","id":"pmem"}"#),
             ("vm.add-vsock", r#"{"cid":3,"socket":"/s","id":"vsock"}"#),
         ];
@@ -256,7 +257,7 @@ fn every_call_succeeds_with_its_described_status() {
             for (call, body) in devices {
                 say("PUT", call, body);
             }
-            for id in ["disk", "net", "pmem", "vsock"] {
+            for id in ["disk", "net", "data", "pmem", "vsock"] {
                 say("PUT", "vm.remove-device", &format!(r#"{{"id":"{id}"}}"#));
             }
             say("GET", "vm.info", "");

@@ -4,7 +4,7 @@
 use anyhow::Result;
 use clap::Args;
 use foreshore::api::Client;
-use foreshore::config::{DiskConfig, GivenFd, NetConfig, PmemConfig, VsockConfig};
+use foreshore::config::{DiskConfig, GivenFd, NetConfig, PmVolumeConfig, PmemConfig, VsockConfig};
 use foreshore_config::ConfigError;
 use serde::Serialize;
 use serde_json::json;
@@ -29,6 +29,11 @@ impl Device {
     pub(crate) async fn add_pmem(&self, vmm: &Client) -> Result<String> {
         let pmem = refusing(PmemConfig::parse(&self.config))?;
         add(vmm, "vm.add-pmem", &pmem).await
+    }
+
+    pub(crate) async fn add_pm_volume(&self, vmm: &Client) -> Result<String> {
+        let volume = refusing(PmVolumeConfig::parse(&self.config))?;
+        add(vmm, "vm.add-pm-volume", &volume).await
     }
 
     pub(crate) async fn add_vsock(&self, vmm: &Client) -> Result<String> {

@@ -107,6 +107,8 @@ enum Call {
     AddDisk(Device),
     /// Add a network interface, described as for --net; descriptors of fd= are sent
     AddNet(Device),
+    /// Add a volume of a pool, described as for --pm-volume
+    AddPmVolume(Device),
     /// Add a file or device as persistent memory, described as for --pmem
     AddPmem(Device),
     /// Add the vsock device, described as for --vsock
@@ -366,6 +368,7 @@ async fn execute(vmm: &Client, call: Call) -> anyhow::Result<String> {
         Call::Events(events) => events.execute(vmm).await,
         Call::AddDisk(device) => device.add_disk(vmm).await,
         Call::AddNet(device) => device.add_net(vmm).await,
+        Call::AddPmVolume(device) => device.add_pm_volume(vmm).await,
         Call::AddPmem(device) => device.add_pmem(vmm).await,
         Call::AddVsock(device) => device.add_vsock(vmm).await,
         Call::RemoveDevice { id } => devices::remove(vmm, &id).await,
@@ -470,8 +473,8 @@ mod tests {
         ("snapshot", "snapshots are not implemented"),
     ];
     /// Subcommands that ch-remote does not have.
-    const OURS: [&str; 7] =
-        ["completion", "events", "man", "memory", "pool", "pressure", "volumes"];
+    const OURS: [&str; 8] =
+        ["add-pm-volume", "completion", "events", "man", "memory", "pool", "pressure", "volumes"];
 
     #[test]
     fn subcommands_include_all_of_ch_remote() {
@@ -503,6 +506,8 @@ mod tests {
     #[test]
     fn subcommands_parse_their_arguments() {
         assert!(matches!(call(&["remove-device", "d"]), Call::RemoveDevice { id } if id == "d"));
+        let volume = ["add-pm-volume", "pool=/p,name=a"];
+        assert!(matches!(call(&volume), Call::AddPmVolume(_)));
         assert!(matches!(call(&["events", "--follow"]), Call::Events(_)));
         assert!(matches!(call(&["pool", "--json"]), Call::Pool(Output { json: true })));
         assert!(matches!(call(&["--json", "pool"]), Call::Pool(Output { json: true })));

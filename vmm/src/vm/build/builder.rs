@@ -25,6 +25,7 @@ use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::virtio::vsock::IN_PROCESS_BACKLOG;
 use foreshore_devices::volume::interface::Payload;
 use kvm_ioctls::VcpuFd;
+use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
 
@@ -157,13 +158,14 @@ pub(crate) fn build(
     let pools = resources.pools();
     let usage: Vec<_> =
         pools.iter().map(|pool| Arc::new(pool.usage_monitor(resources.events()))).collect();
+    let pool_usage = Arc::new(Mutex::new(usage.clone()));
     let governor = governing::start(
         config,
         resources,
         Governed { handles: &zones, balloon, unmanaged, plugged },
         connections,
         &volumes.guest_btt,
-        usage.clone(),
+        Arc::clone(&pool_usage),
     )?;
     // 8. Console files of an earlier VM are truncated only now, because no later step can fail for
     //    lack of a resource.
@@ -197,7 +199,7 @@ pub(crate) fn build(
         devices,
         context,
         _serial: serial,
-        _exposed: exposed,
+        exposed,
         hotplug: Hotplug::new(ged, page, hotplug),
         _loops: [device_loop, memory_loop],
         lost_loop,
@@ -206,7 +208,13 @@ pub(crate) fn build(
         dimms,
         open_files: resources.open_files().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
-        pm: PmStorage::new(config.pm_memory.clone(), volumes.volumes, pools, volumes.guest_btt),
+        pm: PmStorage::new(
+            config.pm_memory.clone(),
+            volumes.volumes,
+            pools,
+            pool_usage,
+            volumes.guest_btt,
+        ),
         memory,
     })
 }

@@ -9,7 +9,6 @@ use balloon::statistics::{BalloonState, Sample};
 use balloon::{Distances, StorageSpace};
 use foreshore_devices::log::rate_limited;
 use foreshore_devices::memory::zone::Tier;
-use foreshore_devices::pool::UsageMonitor;
 use foreshore_devices::virtio::balloon::BalloonHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::volume::guest_btt::GuestBtt;
@@ -23,6 +22,7 @@ use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, GovernorHandle};
 use crate::governor::{BalloonSource, GovernedZone, PoolFree, StorageSource, UnmanagedMemory};
 use crate::vm::error::BuildError;
+use crate::vm::pm::UsageMonitors;
 use crate::vm::resources::Resources;
 
 impl BalloonSource for BalloonHandle {
@@ -72,7 +72,7 @@ pub(in crate::vm) fn start(
     governed: Governed<'_>,
     agents: Connections,
     guest_btt: &Arc<GuestBtt>,
-    usage: Vec<Arc<UsageMonitor>>,
+    usage: UsageMonitors,
 ) -> Result<GovernorHandle, BuildError> {
     let Governed { handles, balloon, unmanaged, plugged } = governed;
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
@@ -140,7 +140,7 @@ pub(in crate::vm) fn start(
     }));
     // The governor's clock stops in a pause, during which no volume grows.
     let core = core.on_tick(Box::new(move |now| {
-        usage.iter().for_each(|monitor| monitor.step(Duration::from_millis(now.0)));
+        usage.lock().iter().for_each(|monitor| monitor.step(Duration::from_millis(now.0)));
     }));
     GovernorHandle::spawn(core, clock, plugged, Some(agents))
         .map_err(BuildError::device("the governor"))

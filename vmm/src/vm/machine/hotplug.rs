@@ -147,6 +147,16 @@ impl DeviceHotplug for KvmMachine {
 
     /// Executes steps 2 to 5 of adding a device.
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
+        if let DeviceConfig::Volume(config) = device
+            && let Some(attached) = self.pm.attached(&config.key())
+        {
+            // The volume has been removed from the configuration, but the guest still has it.
+            self.hotplug.metrics.count(device.kind(), "add", "error");
+            return Err(VmError::DeviceLeaving {
+                reason: format!("{}: the volume is attached", config.flag()),
+                leaving: attached.device_id().unwrap_or_default(),
+            });
+        }
         if self.devices.iter().any(|attached| attached.id == id) {
             // The guest was requested to eject the device with this ID, but has not ejected it yet.
             return Err(VmError::IdTaken { id: id.to_owned() });
@@ -178,7 +188,12 @@ impl DeviceHotplug for KvmMachine {
     /// Executes step 1 of removing a device.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
         let Some(attached) = self.devices.iter_mut().find(|attached| attached.id == id) else {
-            return Err(VmError::NoSuchDevice { id: id.to_owned() });
+            return Err(match self.pm.place_of(id) {
+                Some(_) => VmError::Failed(format!(
+                    "volume {id} is an NVDIMM, which cannot be removed while the VM runs"
+                )),
+                None => VmError::NoSuchDevice { id: id.to_owned() },
+            });
         };
         let Some(kind) = attached.removable else {
             return Err(VmError::Failed(format!("device {id} cannot be removed")));
@@ -212,6 +227,7 @@ impl DeviceHotplug for KvmMachine {
             attached.eject();
             self.open_files.taps.remove(&attached.id);
             self.open_files.pmem.remove(&attached.id);
+            self.forget_volume(&attached.id);
             self.hotplug.leaving.end(kind, attached, self.context.machine.events.clone());
         }
         self.hotplug.metrics.devices.store(self.devices.len() as u64, Ordering::Relaxed);
@@ -281,6 +297,7 @@ impl KvmMachine {
                 self.open_files.pmem.add(config, file);
                 Ok(attached)
             }
+            DeviceConfig::Volume(config) => self.add_volume(config),
             DeviceConfig::Vsock(config) => {
                 devices::build_vsock(config, &self.agents, &self.context)
             }

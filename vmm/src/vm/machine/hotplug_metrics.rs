@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn series_of_all_kinds_exist_before_the_first_action() {
         let text = Metrics::new("a").encode(&HotplugMetrics::default()).unwrap();
-        for kind in ["disk", "net", "pmem", "vsock", "vcpu", "dimm"] {
+        for kind in ["disk", "net", "pmem", "vsock", "volume", "vcpu", "dimm"] {
             let labels = format!(r#"vm="a",kind="{kind}",action="add",result="error""#);
             let series = format!("foreshore_hotplug_total{{{labels}}} 0");
             assert!(text.lines().any(|line| line == series), "{series} in {text}");

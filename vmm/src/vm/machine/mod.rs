@@ -5,6 +5,7 @@ pub(super) mod dimms;
 pub(super) mod governing;
 pub(super) mod hotplug;
 pub(crate) mod hotplug_metrics;
+mod hotplug_volumes;
 pub(super) mod lost_memory;
 pub(super) mod resident;
 mod resize;
@@ -57,7 +58,7 @@ pub(crate) struct KvmMachine {
     pub(in crate::vm) context: DeviceContext,
     pub(in crate::vm) _serial: Option<SerialPort>,
     /// Registrations of metrics that are exposed until the machine ends.
-    pub(in crate::vm) _exposed: Vec<Registration>,
+    pub(in crate::vm) exposed: Vec<Registration>,
     pub(in crate::vm) hotplug: Hotplug,
     /// One event loop for devices without threads of their own, and one for memory devices.
     pub(in crate::vm) _loops: [EventLoop; 2],
@@ -305,7 +306,7 @@ pub(in crate::vm) mod tests {
             devices: DeviceList::default(),
             context,
             _serial: None,
-            _exposed: Vec::new(),
+            exposed: Vec::new(),
             hotplug: Hotplug::new(
                 Arc::new(GenericEventDevice::new(|_| Ok(()))),
                 Arc::new(HotplugPage::new(|_| ())),
@@ -322,6 +323,7 @@ pub(in crate::vm) mod tests {
                 Vec::new(),
                 Vec::new(),
                 Vec::new(),
+                Arc::default(),
                 Arc::new(GuestBtt::new(Vec::new(), 1)),
             ),
             memory,

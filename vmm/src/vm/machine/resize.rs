@@ -220,7 +220,7 @@ mod tests {
     use crate::vm::pm::volumes::attach;
     use crate::vm::resources::Resources;
     use crate::vm::resources::host_devices::HostDevices;
-    use crate::vm::vm_task::Machine;
+    use crate::vm::vm_task::{DeviceHotplug, Machine};
 
     const MIB: u64 = 1 << 20;
 
@@ -361,7 +361,8 @@ mod tests {
         let attached =
             attach(&config, Payload::Linux, with, memory, context, &mut devices).unwrap();
         let (zones, pools) = (config.pm_memory, resources.pools());
-        machine.pm = PmStorage::new(zones, attached.volumes, pools, attached.guest_btt);
+        machine.pm =
+            PmStorage::new(zones, attached.volumes, pools, Arc::default(), attached.guest_btt);
         machine.devices = devices;
         (machine, folder)
     }
@@ -396,6 +397,16 @@ mod tests {
             resize(&mut machine, "data", 60).unwrap();
             assert_eq!(sizes(&machine), (60, 57));
         }
+    }
+
+    #[test]
+    fn nvdimm_is_not_removed_from_a_running_guest() {
+        let (mut machine, _folder) = with_volume("interface=nvdimm");
+        let error = machine.remove_device("data").unwrap_err();
+        assert!(matches!(&error, VmError::Failed(text) if text.contains("data is an NVDIMM")));
+        assert_eq!((machine.volumes().len(), machine.volume_of("data")), (1, None));
+        let error = machine.remove_device("other").unwrap_err();
+        assert!(matches!(error, VmError::NoSuchDevice { .. }));
     }
 
     #[test]

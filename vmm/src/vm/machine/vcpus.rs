@@ -163,6 +163,11 @@ impl<P: Processor> Vcpus<P> {
         self.made.values().filter(|made| !made.is_parked).map(|made| &made.processor)
     }
 
+    /// Number of vCPUs that are not parked.
+    pub(in crate::vm) fn running_count(&self) -> u8 {
+        self.running().map(|_| 1).sum()
+    }
+
     pub(in crate::vm) fn resume(&mut self) {
         self.run = true;
         self.running().for_each(P::resume);

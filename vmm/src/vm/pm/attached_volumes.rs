@@ -10,6 +10,7 @@ use foreshore_devices::volume::build::{BuiltVolume, Sizes, VolumeDevice};
 use foreshore_devices::volume::guest_btt::VolumeKey;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::kernel_gate::Verdict;
+use foreshore_types::VolumeFormat;
 
 use crate::config::PmVolumeConfig;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
@@ -69,6 +70,11 @@ impl AttachedVolume {
 
     pub(in crate::vm) fn pool(&self) -> &Arc<dyn PmPool> {
         &self.pool
+    }
+
+    /// Returns true if the guest's driver translates the sectors of a BTT.
+    pub(in crate::vm) fn has_guest_btt(&self) -> bool {
+        self.config.format == VolumeFormat::Btt && self.interface.guest_translates()
     }
 
     pub(in crate::vm) fn key(&self) -> VolumeKey {

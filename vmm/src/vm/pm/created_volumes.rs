@@ -1,4 +1,4 @@
-//! Deletes the volumes that were created by a start that failed.
+//! Deletes the volumes that were created by a start or an addition that failed.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -47,11 +47,11 @@ impl Drop for CreatedVolumes {
             let path = path.display();
             match pool.delete_volume(&name) {
                 Ok(()) => {
-                    info!(pool = %path, volume = name, "The start has failed; deleted the volume that it had created")
+                    info!(pool = %path, volume = name, "The start or addition has failed; deleted the volume that it had created")
                 }
                 Err(err) => {
                     let error = foreshore_types::chain(&err);
-                    warn!(pool = %path, volume = name, error, "Cannot delete the volume that a failed start has created");
+                    warn!(pool = %path, volume = name, error, "Cannot delete the volume that a failed start or addition has created");
                 }
             }
         }

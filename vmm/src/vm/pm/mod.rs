@@ -6,14 +6,19 @@ pub(super) mod volumes;
 
 use std::sync::Arc;
 
-use foreshore_devices::volume::guest_btt::GuestBtt;
+use foreshore_devices::pool::UsageMonitor;
+use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_devices::volume::plan::{PlanError, check_growth};
+use parking_lot::Mutex;
 use thiserror::Error;
 
 use self::attached_volumes::AttachedVolume;
 use crate::config::PmMemoryConfig;
 use crate::vm::resources::pools::{OpenPool, memory_bytes};
+
+/// Monitors of all open pools. The governor steps them.
+pub(super) type UsageMonitors = Arc<Mutex<Vec<Arc<UsageMonitor>>>>;
 
 /// Reason why an attached volume cannot grow.
 #[derive(Debug, Error)]
@@ -35,6 +40,7 @@ pub(super) struct PmStorage {
     pub(super) zones: Vec<PmMemoryConfig>,
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) pools: Vec<OpenPool>,
+    pub(super) usage: UsageMonitors,
     /// Verdict on the BTT driver in the guest, if that driver is used for any volume.
     pub(super) guest_btt: Arc<GuestBtt>,
 }
@@ -44,9 +50,10 @@ impl PmStorage {
         zones: Vec<PmMemoryConfig>,
         volumes: Vec<AttachedVolume>,
         pools: Vec<OpenPool>,
+        usage: UsageMonitors,
         guest_btt: Arc<GuestBtt>,
     ) -> Self {
-        Self { zones, volumes, pools, guest_btt }
+        Self { zones, volumes, pools, usage, guest_btt }
     }
 
     /// Place of the volume with this device, or of the NVDIMM with this name.
@@ -56,6 +63,11 @@ impl PmStorage {
         position(&|volume| volume.device_id().as_deref() == Some(id)).or_else(|| {
             position(&|volume| volume.interface() == Chosen::Nvdimm && volume.name() == id)
         })
+    }
+
+    /// Returns the volume `key` if it is attached, possibly with another path of its pool.
+    pub(super) fn attached(&self, key: &VolumeKey) -> Option<&AttachedVolume> {
+        self.volumes.iter().find(|volume| volume.config().is(key))
     }
 
     /// Checks that a volume of this machine may grow to `size_bytes`.

@@ -164,6 +164,15 @@ impl Pools {
         Arc::clone(self.0.lock().pools.get(path).expect("a pool that was opened"))
     }
 
+    pub(in crate::vm) fn is_open(&self, path: &Path) -> bool {
+        self.0.lock().pools.contains_key(path)
+    }
+
+    /// Closes a pool as soon as nothing uses it.
+    pub(in crate::vm) fn close(&self, path: &Path) {
+        self.0.lock().pools.remove(path);
+    }
+
     /// All open pools, in the order of their paths.
     pub(in crate::vm) fn list(&self) -> Vec<OpenPool> {
         let shared = self.0.lock();

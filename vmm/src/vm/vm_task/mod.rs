@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 use foreshore_devices::events::{Event, Events};
+use foreshore_devices::volume::interface::at_run_time;
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -291,6 +292,13 @@ impl Vm {
 
     /// Adds a device to the configuration for the next boot, and to the machine if there is one.
     fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
+        let device = match device {
+            DeviceConfig::Volume(volume) if self.machine.is_some() => {
+                let volume = at_run_time(volume);
+                DeviceConfig::Volume(volume.map_err(|err| VmError::BadRequest(err.to_string()))?)
+            }
+            device => device,
+        };
         let mut config = self.config.clone();
         let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.devices());
         let in_use: Vec<_> = in_use.into_iter().map(|device| device.id).collect();
@@ -311,8 +319,13 @@ impl Vm {
     /// the guest may release it later.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
         if let Some(machine) = &mut self.machine {
+            let volume = machine.volume_of(id);
             machine.remove_device(id)?;
-            self.config.remove_device(id);
+            match volume {
+                // The configuration may not contain the interface that the volume has.
+                Some(key) => self.config.pm_volumes.retain(|volume| !volume.is(&key)),
+                None => drop(self.config.remove_device(id)),
+            }
             return Ok(());
         }
         match self.config.remove_device(id) {

@@ -111,11 +111,19 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let (no_tap, no_mtu) = (json!({"tap": "lo"}), json!({"mtu": 5}));
     let (no_size, no_zone) = (json!({"id": "dram", "desired_ram": 7}), json!({"id": "dram"}));
     let no_device = json!({"id": "nobody", "desired_size": 1});
+    let volume_fields =
+        ["pool", "name", "size", "format", "interface", "create", "thin", "readonly", "force"];
+    let no_volume = json!({"pool": "/nowhere/pool", "name": "none"});
     let pressure_fields =
         ["policy", "size", "params", "rules", "dry_run", "pause", "resume", "zone"];
     vec![
         known("vm.add-disk", "DiskConfig", no_disk, none.clone(), REFUSED_BY_THE_HOST),
         known("vm.add-net", "NetConfig", no_tap, no_mtu, REFUSED_BY_THE_HOST),
+        (
+            "vm.add-pm-volume",
+            each(&volume_fields, &no_volume, &json!({"name": "none"})),
+            REFUSED_BY_THE_HOST,
+        ),
         known("vm.add-pmem", "PmemConfig", no_file, none.clone(), REFUSED_BY_THE_HOST),
         // The VM already has a vsock device.
         known(

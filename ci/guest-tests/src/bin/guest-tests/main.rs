@@ -54,6 +54,7 @@ mod volume_disk;
 mod volume_flush;
 mod volume_flush_scope;
 mod volume_grow;
+mod volume_hotplug;
 mod volume_kernel;
 mod volume_remaining;
 mod volume_spill;
@@ -102,6 +103,7 @@ fn main() {
         volume_flush::TESTS,
         volume_flush_scope::TESTS,
         volume_grow::TESTS,
+        volume_hotplug::TESTS,
         volume_kernel::TESTS,
         volume_remaining::TESTS,
         volume_spill::TESTS,

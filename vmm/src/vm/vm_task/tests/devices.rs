@@ -1,6 +1,7 @@
 //! Tests of adding and removing devices, before and after boot.
 
 use super::*;
+use crate::config::{PmVolumeConfig, VolumeInterface};
 
 fn disk(text: &str) -> Box<DeviceConfig> {
     Box::new(DeviceConfig::Disk(crate::config::DiskConfig::parse(text).unwrap()))
@@ -102,6 +103,33 @@ fn info_shows_device_tree_while_there_is_a_machine() {
         assert_eq!(found, expected);
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         assert_eq!(tree().await, None);
+    });
+}
+
+#[test]
+fn volume_of_running_vm_has_its_interface_at_the_next_boot() {
+    run(async {
+        let vm = start(None).await;
+        let add = async |text: &str| {
+            let volume = PmVolumeConfig::parse(&format!("pool=/p,{text}")).unwrap();
+            let device = Box::new(DeviceConfig::Volume(volume));
+            vm.handle.ask(|reply| VmRequest::AddDevice(device, reply)).await
+        };
+        let volumes = async || {
+            let config = vm.handle.ask(VmRequest::Info).await.unwrap().config;
+            let volumes = config.pm_volumes.into_iter();
+            volumes.map(|volume| (volume.name, volume.interface)).collect::<Vec<_>>()
+        };
+        let error = add("name=data,interface=nvdimm").await.unwrap_err();
+        assert!(matches!(&error, VmError::BadRequest(text) if text.contains("only at boot")));
+        assert_eq!(add("name=data").await.unwrap().unwrap().id, "data");
+        assert_eq!(add("name=raw,format=raw").await.unwrap().unwrap().id, "pmem-raw");
+        assert!(matches!(add("name=data").await, Err(VmError::Config(_))));
+        let data = ("data".to_owned(), VolumeInterface::VirtioBlk);
+        let raw = ("raw".to_owned(), VolumeInterface::VirtioPmem);
+        assert_eq!(volumes().await, [data, raw.clone()]);
+        remove(&vm, "data").await.unwrap();
+        assert_eq!(volumes().await, [raw]);
     });
 }
 
