@@ -50,7 +50,8 @@ impl TestPool {
             pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format).unwrap();
         }
         let size = VolumeSize::Bytes(10 * CHUNK_BYTES);
-        let thin = VolumeOptions { size, format: VolumeFormat::Btt, thin: true };
+        let thin =
+            VolumeOptions { size, format: VolumeFormat::Btt, thin: true, reserve_bytes: None };
         pool.create_volume_with("thin", thin).unwrap();
         pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
         let place = pool.open_volume("btt").unwrap().extents()[0];

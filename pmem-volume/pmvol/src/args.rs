@@ -233,6 +233,7 @@ Examples:
   pmvol volume create /pm/pool dax --size 2G --format raw
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume create /pm/pool logs --size 64G --thin
+  pmvol volume create /pm/pool logs --size 64G --thin --reserve 8G   only 8G are guaranteed
   pmvol volume create /pm/pool root --from debian.img
   pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
@@ -258,10 +259,15 @@ Examples:
         format: VolumeFormat,
         /// Create a thin volume: chunks are allocated when they are first written
         ///
-        /// The rest of its size stays promised to the volume in the pool. The guest accesses a thin
-        /// volume through virtio-blk (interface=virtio-blk).
+        /// The rest of its size stays promised to the volume in the pool, unless --reserve limits
+        /// the promise. The guest accesses a thin volume through virtio-blk (interface=virtio-blk).
         #[arg(long)]
         thin: bool,
+        /// Guarantee only this part of a thin volume, a multiple of 2M from 0 to its size
+        ///
+        /// Beyond this part, a write takes free space that no volume was promised, or finds none.
+        #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "thin")]
+        reserve: Option<u64>,
         /// Fill the volume from this image, or from stdin if it is `-`
         #[arg(long, value_name = "FILE")]
         from: Option<PathBuf>,
@@ -346,7 +352,8 @@ Examples:
 Examples:
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume resize /pm/pool data --size remaining
-  pmvol volume resize /pm/pool dax --size 2G --shrink  a raw volume; data beyond 2G is erased")]
+  pmvol volume resize /pm/pool dax --size 2G --shrink  a raw volume; data beyond 2G is erased
+  pmvol volume resize /pm/pool logs --reserve 16G      guarantee more or less of a thin volume")]
     Resize {
         /// Pool
         pool: PathBuf,
@@ -356,8 +363,16 @@ Examples:
         /// New size of the volume, a multiple of 2M, or `remaining` to add all free space.
         /// `remaining` leaves no space for --pm-memory of a VM; size=remaining of --pm-volume
         /// leaves as much as the VM may need
-        #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
-        size: VolumeSize,
+        #[arg(
+            long,
+            value_name = "SIZE",
+            value_parser = parse_volume_size,
+            required_unless_present = "reserve"
+        )]
+        size: Option<VolumeSize>,
+        /// New guaranteed part of a thin volume, a multiple of 2M from 0 to its size
+        #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with_all = ["size", "shrink"])]
+        reserve: Option<u64>,
         /// Let a raw volume shrink; the data past its new end is erased
         #[arg(long)]
         shrink: bool,

@@ -73,9 +73,20 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => list(pool, output)?,
-        VolumeCommand::Create { pool, name, size, format, thin, from: None, output, .. } => {
+        VolumeCommand::Create {
+            pool,
+            name,
+            size,
+            format,
+            thin,
+            reserve,
+            from: None,
+            output,
+            ..
+        } => {
             let size = size.expect("clap requires it without --from");
-            let options = VolumeOptions { size, format: *format, thin: *thin };
+            let options =
+                VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: *reserve };
             let (pool, volume) = change_pool(pool, |pool, progress| {
                 scrub_for(pool, options, progress)?;
                 pool.create_volume_with(name, options)
@@ -90,12 +101,19 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             size,
             format,
             thin,
+            reserve,
             from: Some(from),
             image_format,
             output,
         } => {
             let source = btt::Source::open(from, *image_format)?;
-            let new = create_from::NewVolume { name, size: *size, format: *format, thin: *thin };
+            let new = create_from::NewVolume {
+                name,
+                size: *size,
+                format: *format,
+                thin: *thin,
+                reserve_bytes: *reserve,
+            };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
             let report = VolumesReport::new(&pool, &[volume]).filled(filled);
             print(output, &report, |out| {
@@ -110,11 +128,19 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::Import { pool, name, options } => {
             return btt::import(&Location::volume(pool, name), options);
         }
-        VolumeCommand::Resize { pool, name, size, shrink, output } => {
+        VolumeCommand::Resize { pool, name, reserve: Some(reserve_bytes), output, .. } => {
+            let (pool, volume) =
+                change_pool(pool, |pool, _| pool.set_volume_reserve(name, *reserve_bytes))?;
+            let report = VolumesReport::new(&pool, &[volume]);
+            print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
+            print::warn_waiting(&pool);
+        }
+        VolumeCommand::Resize { pool, name, size, reserve: None, shrink, output } => {
+            let size = size.expect("clap requires it without --reserve");
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
             let (pool, (before, volume)) =
-                change_pool(pool, |pool, progress| resize(pool, name, *size, shrink, progress))
-                    .map_err(|error| in_use(error, name, *size))?;
+                change_pool(pool, |pool, progress| resize(pool, name, size, shrink, progress))
+                    .map_err(|error| in_use(error, name, size))?;
             let is_larger = volume.size_bytes > before.size_bytes;
             let mut report = VolumesReport::new(&pool, &[volume]);
             report.hints.extend(is_larger.then(|| print::GROWTH_HINT.to_owned()));
@@ -365,7 +391,9 @@ fn change_pool<T, E: Into<anyhow::Error>>(
 pub(crate) fn add_flag_context(error: anyhow::Error) -> anyhow::Error {
     let Some(pool_error) = error.downcast_ref() else { return error };
     let flag = match pool_error {
-        PoolError::Size { quantity: "reserve", .. } => Some("--reserve"),
+        PoolError::Size { quantity: "reserve", .. } | PoolError::NotThin { .. } => {
+            Some("--reserve")
+        }
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
         | PoolError::ShrinkRefused { .. }

@@ -27,6 +27,7 @@ pub(crate) struct NewVolume<'a> {
     pub(crate) size: Option<VolumeSize>,
     pub(crate) format: VolumeFormat,
     pub(crate) thin: bool,
+    pub(crate) reserve_bytes: Option<u64>,
 }
 
 impl NewVolume<'_> {
@@ -63,7 +64,12 @@ pub(crate) fn create(
     let pool = with_meter(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         check_names(&pool, new.name, &part)?;
-        let options = VolumeOptions { size, format: new.format, thin: new.thin };
+        let options = VolumeOptions {
+            size,
+            format: new.format,
+            thin: new.thin,
+            reserve_bytes: new.reserve_bytes,
+        };
         scrub_for(&pool, options, progress)?;
         pool.create_volume_with(&part, options)?;
         anyhow::Ok(pool)
@@ -124,7 +130,8 @@ mod tests {
     #[test]
     fn name_during_import_is_valid() {
         for name in ["data", &"x".repeat(MAX_NAME_BYTES), &"ü".repeat(MAX_NAME_BYTES / 2)] {
-            let new = NewVolume { name, size: None, format: VolumeFormat::Btt, thin: false };
+            let (format, reserve_bytes) = (VolumeFormat::Btt, None);
+            let new = NewVolume { name, size: None, format, thin: false, reserve_bytes };
             let part = new.temporary_name();
             assert!(part.parse::<VolumeName>().is_ok() && part != name, "{part}");
         }

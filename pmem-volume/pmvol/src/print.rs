@@ -276,7 +276,12 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         "reserved     {} (volumes, and the free part of the reserve: not available to memory)",
         Size(info.reserved_bytes).rounded()
     )?;
-    writeln!(out, "promised     {} (sizes of volumes)", Size(info.promised_bytes).rounded())?;
+    writeln!(
+        out,
+        "promised     {} (guaranteed to volumes, or allocated; their sizes: {})",
+        Size(info.promised_bytes).rounded(),
+        Size(info.provisioned_bytes).rounded()
+    )?;
     writeln!(out, "lendable     {}", Size(info.lendable_bytes).rounded())?;
     if report.waiting_bytes > 0 {
         writeln!(
@@ -396,7 +401,11 @@ fn size_of(volume: &VolumeLine) -> String {
     let size = Size(info.size_bytes).rounded();
     let text = format!("{size}, {}, {} usable", info.format.as_str(), usable(volume));
     match info.thin {
-        true => format!("{text}, thin, {} allocated", Size(info.allocated_bytes).rounded()),
+        true => format!(
+            "{text}, thin, {} guaranteed, {} allocated",
+            Size(info.reserve_bytes).rounded(),
+            Size(info.allocated_bytes).rounded()
+        ),
         false => text,
     }
 }
@@ -414,17 +423,18 @@ pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeLine]) -> io::Result<()> {
     let width = volumes.iter().map(|v| v.info.name.chars().count()).chain([4]).max().unwrap_or(4);
     writeln!(
         out,
-        "{:width$}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  UUID",
-        "NAME", "SIZE", "USABLE", "ALLOCATED", "FORMAT", "THIN", "EXTENTS"
+        "{:width$}  {:>10}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  UUID",
+        "NAME", "SIZE", "USABLE", "RESERVE", "ALLOCATED", "FORMAT", "THIN", "EXTENTS"
     )?;
     for volume in volumes {
         let info = &volume.info;
         writeln!(
             out,
-            "{:width$}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  {}",
+            "{:width$}  {:>10}  {:>10}  {:>10}  {:>10}  {:6}  {:4}  {:>7}  {}",
             info.name,
             Size(info.size_bytes).rounded(),
             usable(volume),
+            Size(info.reserve_bytes).rounded(),
             Size(info.allocated_bytes).rounded(),
             info.format.as_str(),
             if info.thin { "yes" } else { "no" },

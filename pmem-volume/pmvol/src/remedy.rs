@@ -36,7 +36,10 @@ fn for_pool_error(error: &PoolError) -> Option<&'static str> {
         | PoolError::Truncated { .. }
         | PoolError::Damaged { .. } => "see `pmvol check` and `pmvol repair`",
         PoolError::VolumeUnusable { .. } => "see `pmvol check`",
-        PoolError::PoolFull { .. } => "`pmvol grow` makes it larger",
+        PoolError::PoolFull { .. } => {
+            "`pmvol grow` makes it larger; a thin volume with a smaller --reserve needs less"
+        }
+        PoolError::NotThin { .. } => "`pmvol volume convert --thin` makes it thin",
         PoolError::NoSuchVolume { .. } => "`pmvol volume create` creates one",
         PoolError::VolumeComplete { .. } => "`pmvol volume delete` deletes it",
         PoolError::ShrinkRefused { .. } => "--shrink allows it",

@@ -8,7 +8,9 @@ use std::path::Path;
 
 use clap::error::ErrorKind;
 use clap::{ArgMatches, CommandFactory, FromArgMatches};
-use pmem_volume::pool::{PoolError, SplitError, check_parts, check_pool_sizes, check_volume_size};
+use pmem_volume::pool::{
+    PoolError, SplitError, check_parts, check_pool_sizes, check_volume_reserve, check_volume_size,
+};
 use pmem_volume::{VolumeFormat, VolumeSize};
 use thiserror::Error;
 
@@ -90,8 +92,9 @@ fn check_volume(command: &VolumeCommand) -> Result<(), UsageError> {
         VolumeCommand::Create { thin: true, format: VolumeFormat::Raw, .. } => {
             Err(UsageError::ThinRaw)
         }
-        VolumeCommand::Create { size, format, from, image_format, .. } => {
+        VolumeCommand::Create { size, format, reserve, from, image_format, .. } => {
             check_size(*size, Some(*format))?;
+            check_reserve(*reserve, *size)?;
             let Some(from) = from else { return Ok(()) };
             check_image_source(from, *image_format, "--image-format")?;
             match size {
@@ -99,7 +102,10 @@ fn check_volume(command: &VolumeCommand) -> Result<(), UsageError> {
                 _ => Ok(()),
             }
         }
-        VolumeCommand::Resize { size, .. } => check_size(Some(*size), None),
+        VolumeCommand::Resize { size, reserve, .. } => {
+            check_size(*size, None)?;
+            check_reserve(*reserve, None)
+        }
         VolumeCommand::Rename { name, new_name, .. } if name == new_name => {
             Err(UsageError::SameName { name: name.clone() })
         }
@@ -115,6 +121,16 @@ fn check_size(size: Option<VolumeSize>, format: Option<VolumeFormat>) -> Result<
         Some(VolumeSize::Bytes(bytes)) => check_volume_size(bytes, format).map_err(size_error),
         _ => Ok(()),
     }
+}
+
+/// Checks the guaranteed part of a volume. The size may depend on the pool or an image.
+fn check_reserve(reserve: Option<u64>, size: Option<VolumeSize>) -> Result<(), UsageError> {
+    let size_bytes = match size {
+        Some(VolumeSize::Bytes(bytes)) => bytes,
+        _ => u64::MAX,
+    };
+    let check = |bytes| check_volume_reserve(bytes, size_bytes);
+    reserve.map_or(Ok(()), check).map_err(|source| UsageError::Size { flag: "--reserve", source })
 }
 
 fn size_error(source: PoolError) -> UsageError {

@@ -36,6 +36,32 @@ fn thin_volume_keeps_its_size_in_the_pool() {
 }
 
 #[test]
+fn volumes_with_a_reserve_may_be_larger_than_the_pool() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    let create = ["volume", "create", "pool", "logs", "--size", "256M", "--thin"];
+    folder.fail(&create, &["the pool is full", "a smaller --reserve needs less"]);
+    let created = folder.succeed(&[&create[..], &["--reserve", "40M"]].concat());
+    assert!(created.contains("thin, 40 MiB guaranteed"), "{created}");
+    let other = ["volume", "create", "pool", "more", "--size", "64M", "--thin", "--reserve"];
+    folder.fail(&[&other[..], &["22M"]].concat(), &["the pool is full"]);
+    folder.succeed(&[&other[..], &["20M"]].concat());
+    let info = folder.json(&["info", "pool", "--json"]);
+    assert_eq!((&info["promised_bytes"], &info["lendable_bytes"]), (&(60 * MIB).into(), &0.into()));
+    assert_eq!(info["provisioned_bytes"], 320 * MIB);
+    let resized = folder.succeed(&["volume", "resize", "pool", "logs", "--reserve", "8M"]);
+    assert!(resized.contains("thin, 8 MiB guaranteed"), "{resized}");
+    let list = folder.json(&["volume", "list", "pool", "--json"]);
+    assert_eq!(list["volumes"][0]["reserve_bytes"], 8 * MIB);
+    folder.fail(&["volume", "resize", "pool", "logs", "--reserve", "42M"], &["the pool is full"]);
+    folder.fail(&["volume", "resize", "pool", "logs", "--reserve", "258M"], &["exceeds the size"]);
+    // The size can grow beyond the pool, but not all chunks can be allocated.
+    folder.succeed(&["volume", "resize", "pool", "logs", "--size", "512M"]);
+    folder.fail(&["volume", "convert", "pool", "logs", "--thick"], &["the pool is full"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+}
+
+#[test]
 fn zeros_of_an_image_are_not_allocated_and_conversions_keep_the_content() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "128M"]);

@@ -182,6 +182,8 @@ pub enum PoolError {
     SameName { name: String },
     #[error("no such volume: {name:?}; {}", existing_text(existing))]
     NoSuchVolume { name: String, existing: Vec<String> },
+    #[error("volume {name:?} is thick, so all of it is guaranteed; a reserve needs a thin volume")]
+    NotThin { name: String },
     /// Another handle in this process has the volume open.
     #[error("volume {name:?} is in use; stop its user first")]
     VolumeInUse { name: String },

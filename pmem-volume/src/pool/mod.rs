@@ -58,7 +58,10 @@ pub use maintenance::repair::RepairReport;
 pub use volume::damaged_volume::DamagedVolume;
 pub use volume::resize::Shrink;
 pub use volume::split::{SplitContent, check_parts};
-pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeOptions, VolumeSize, check_volume_size};
+pub use volume::{
+    Volume, VolumeExtent, VolumeInfo, VolumeOptions, VolumeSize, check_volume_reserve,
+    check_volume_size,
+};
 
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
@@ -129,9 +132,7 @@ struct State {
     volumes: BTreeMap<Slot, VolumeEntry>,
     /// Volumes that are open in this process.
     open_volumes: Vec<Slot>,
-    /// Sum of the volumes' chunks according to their records. More than the allocated chunks if
-    /// some are missing. Records are untrusted, so the sum may exceed the pool.
-    promised_chunks: u64,
+    volume_sums: VolumeSums,
     counts: Counts,
     recall: Recall,
     /// Chunks to erase. A pool that is open for reading erases none.
@@ -192,7 +193,7 @@ struct Totals {
     /// Chunks that will be free after they are erased.
     pending: u32,
     volumes: u32,
-    promised_chunks: u64,
+    volume_sums: VolumeSums,
     loan: Loan,
 }
 
@@ -205,8 +206,34 @@ impl Totals {
     /// Returns the bytes that thin volumes were promised but do not have yet, and the bytes that
     /// volumes lack because of damage.
     fn unallocated_bytes(&self) -> u64 {
-        let chunks = self.promised_chunks.saturating_sub(u64::from(self.counts.volume));
+        let allocated = u64::from(self.counts.volume);
+        let chunks = self.volume_sums.promised_chunks.saturating_sub(allocated);
         chunks.saturating_mul(CHUNK_BYTES)
+    }
+}
+
+/// Sums over all volumes. Records are untrusted, so the sums may exceed the pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct VolumeSums {
+    promised_chunks: u64,
+    provisioned_chunks: u64,
+}
+
+impl VolumeSums {
+    fn of(volumes: &BTreeMap<Slot, VolumeEntry>) -> Self {
+        let mut sums = Self::default();
+        volumes.values().for_each(|entry| sums.add(entry));
+        sums
+    }
+
+    fn add(&mut self, entry: &VolumeEntry) {
+        self.promised_chunks += u64::from(entry.promised());
+        self.provisioned_chunks += u64::from(entry.record.chunks);
+    }
+
+    fn subtract(&mut self, entry: &VolumeEntry) {
+        self.promised_chunks -= u64::from(entry.promised());
+        self.provisioned_chunks -= u64::from(entry.record.chunks);
     }
 }
 
@@ -240,9 +267,12 @@ pub struct PoolInfo {
     /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve or
     /// of the promised bytes, whichever is larger.
     pub reserved_bytes: u64,
-    /// Sum of the sizes of all volumes. It exceeds `volume_bytes` if volumes are thin, or if chunks
-    /// of volumes are missing. The difference is withheld for these volumes.
+    /// Sum of the reserves of all volumes, or of their allocated bytes where these are more. It
+    /// exceeds `volume_bytes` if volumes are thin, or if chunks of volumes are missing. The
+    /// difference is withheld for these volumes.
     pub promised_bytes: u64,
+    /// Sum of the sizes of all volumes. It exceeds `promised_bytes` if volumes are overcommitted.
+    pub provisioned_bytes: u64,
     /// Bytes of the pool's own metadata.
     pub metadata_bytes: u64,
     /// Bytes allocated to volumes.
@@ -375,7 +405,7 @@ impl<M: Media> Pool<M> {
     /// change in progress.
     pub fn info(&self) -> PoolInfo {
         let totals = *locked(&self.totals);
-        let Totals { counts, free, volumes, promised_chunks, .. } = totals;
+        let Totals { counts, free, volumes, volume_sums, .. } = totals;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -384,7 +414,8 @@ impl<M: Media> Pool<M> {
             total_bytes: self.superblock.size_bytes(),
             reserve_bytes: self.superblock.strg_bytes,
             reserved_bytes: bytes(counts.volume) + self.withheld_bytes(totals),
-            promised_bytes: promised_chunks.saturating_mul(CHUNK_BYTES),
+            promised_bytes: volume_sums.promised_chunks.saturating_mul(CHUNK_BYTES),
+            provisioned_bytes: volume_sums.provisioned_chunks.saturating_mul(CHUNK_BYTES),
             metadata_bytes: bytes(counts.metadata),
             volume_bytes: bytes(counts.volume),
             memory_bytes: bytes(counts.memory),
@@ -535,20 +566,35 @@ impl<M: Media> Pool<M> {
 
 impl State {
     fn totals(&self) -> Totals {
-        debug_assert_eq!(self.promised_chunks, promised_chunks(&self.volumes));
+        debug_assert_eq!(self.volume_sums, VolumeSums::of(&self.volumes));
         Totals {
             counts: self.counts,
             free: self.buddy.free_chunks(),
             pending: self.scrub.pending(),
             volumes: self.volumes.len() as u32,
-            promised_chunks: self.promised_chunks,
+            volume_sums: self.volume_sums,
             loan: self.recall.loan,
         }
     }
-}
 
-fn promised_chunks(volumes: &BTreeMap<Slot, VolumeEntry>) -> u64 {
-    volumes.values().map(|volume| u64::from(volume.record.chunks)).sum()
+    fn insert_volume(&mut self, entry: VolumeEntry) {
+        self.volume_sums.add(&entry);
+        self.volumes.insert(entry.record.slot, entry);
+    }
+
+    fn remove_volume(&mut self, slot: Slot) -> VolumeEntry {
+        let entry = self.volumes.remove(&slot).expect(FOUND);
+        self.volume_sums.subtract(&entry);
+        entry
+    }
+
+    /// Changes a volume, and updates the sums of all volumes.
+    fn change_volume(&mut self, slot: Slot, change: impl FnOnce(&mut VolumeEntry)) {
+        let entry = self.volumes.get_mut(&slot).expect(FOUND);
+        self.volume_sums.subtract(entry);
+        change(entry);
+        self.volume_sums.add(entry);
+    }
 }
 
 fn bytes(chunks: u32) -> u64 {
@@ -564,6 +610,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 const NO_PANIC: &str = "no code panics while holding the pool's state";
+const FOUND: &str = "the caller has found the volume in the same lock";
 const HELD: &str = "a guard outside a wait holds the state";
 
 impl<M: Media> Drop for Pool<M> {

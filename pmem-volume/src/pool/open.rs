@@ -20,7 +20,7 @@ use super::format::table::{ChunkTable, Owner};
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, make_durable, scan};
 use super::volume::split;
-use super::{Counts, OpenMode, Pool, PoolError, State};
+use super::{Counts, OpenMode, Pool, PoolError, State, VolumeSums};
 use crate::media::{FileMedia, Media, MediaError};
 
 /// Number of attempts to peek at a pool while another process changes it.
@@ -192,13 +192,13 @@ impl State {
         let known_chunks =
             counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
         counts.damaged = superblock.chunks - known_chunks - buddy.free_chunks();
-        let promised_chunks = super::promised_chunks(&scan.volumes);
+        let volume_sums = VolumeSums::of(&scan.volumes);
         State {
             allows_thin_volumes: superblock.has_thin_volumes,
             buddy,
             volumes: scan.volumes,
             open_volumes: vec![],
-            promised_chunks,
+            volume_sums,
             counts,
             recall: Recall::default(),
             scrub,

@@ -28,6 +28,17 @@ impl VolumeEntry {
         self.chunks.len() as u32
     }
 
+    /// Returns the number of chunks that the volume was promised: its reserve, or the allocated
+    /// chunks if they are more.
+    pub(crate) fn promised(&self) -> u32 {
+        self.promised_with(0)
+    }
+
+    /// Returns the result of [`Self::promised`] after the volume has got `added` chunks.
+    pub(crate) fn promised_with(&self, added: u32) -> u32 {
+        self.record.reserve_chunks.max(self.allocated() + added)
+    }
+
     /// Returns the chunks of the volume in logical order.
     pub(crate) fn chunk_ids(&self) -> impl Iterator<Item = ChunkId> {
         self.chunks.iter().map(|(_, chunk)| *chunk)

@@ -207,6 +207,7 @@ fn pool() -> PoolInfo {
         reserve_bytes: 256 << 20,
         reserved_bytes: 256 << 20,
         promised_bytes: 96 << 20,
+        provisioned_bytes: 99 << 20,
         lendable_bytes: 508 << 20,
         borrowable_bytes: 0,
         volumes: 1,

@@ -420,8 +420,10 @@ pub struct PoolInfo {
     pub reserve_bytes: u64,
     /// Bytes that are not available to memory: `volume_bytes`, and the free part of the reserve.
     pub reserved_bytes: u64,
-    /// Sum of the sizes of all volumes.
+    /// Guaranteed bytes of all volumes, or their allocated bytes where these are more.
     pub promised_bytes: u64,
+    /// Sum of the sizes of all volumes.
+    pub provisioned_bytes: u64,
     /// Bytes that could be lent as memory now, whether erased or not.
     pub lendable_bytes: u64,
     /// Part of the promised bytes that memory may borrow while no volume uses them.

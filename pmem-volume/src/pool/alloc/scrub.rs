@@ -175,6 +175,15 @@ impl State {
         self.available_chunks() - self.promised_holes()
     }
 
+    /// Checks that the promise to a volume can grow from `before` to `after` chunks. The chunks
+    /// that were promised to other volumes stay available, unless memory has borrowed them.
+    pub(in crate::pool) fn check_promise(&self, before: u32, after: u32) -> Result<(), PoolError> {
+        match after.saturating_sub(before) {
+            more if more > self.unpromised_chunks() => Err(self.pool_full(bytes(more))),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the number of clean chunks that are missing for an allocation of `chunks`.
     pub(in crate::pool) fn missing_clean(&self, chunks: u32) -> u32 {
         chunks.saturating_sub(self.buddy.free_chunks())

@@ -24,8 +24,9 @@ pub const FORMAT_VERSION: u32 = 1;
 /// Compatible feature: the pool is a file on a disk, and its free chunks are holes. A program
 /// without this feature zeroes chunks in place, which only uses more blocks.
 pub const FEATURE_THIN: u64 = 1;
-/// Feature that a writer must support: volumes may be thin. A program without this feature would
-/// treat a damaged owner word as unused, although its chunk may belong to a thin volume.
+/// Feature that a writer must support: volumes may be thin, and guaranteed only in part. A program
+/// without it would treat a damaged owner word as unused, although its chunk may belong to a thin
+/// volume.
 pub const FEATURE_THIN_VOLUMES: u64 = 1;
 /// Features for writers that this version supports.
 pub const FEATURES_READ_ONLY: u64 = FEATURE_THIN_VOLUMES;
@@ -161,8 +162,11 @@ pub struct VolumeRecordBytes {
     pub origin_slot: U32,
     /// With flag bit 1, the index of the part's first chunk in the split volume; otherwise zero.
     pub origin_index: U32,
+    /// Part of the size that is not guaranteed, a multiple of the chunk size. 0, as in volumes that
+    /// are not thin, guarantees all of it.
+    pub unreserved_bytes: U64,
     /// Reserved, zero.
-    pub reserved1: [u8; 112],
+    pub reserved1: [u8; 104],
     /// CRC-32 (IEEE 802.3) of all preceding bytes.
     pub checksum: U64,
 }
@@ -240,6 +244,7 @@ const _: () = {
     assert!(offset_of!(VolumeRecordBytes, size_bytes) == 48);
     assert!(offset_of!(VolumeRecordBytes, name) == 64);
     assert!(offset_of!(VolumeRecordBytes, origin_slot) == 128);
+    assert!(offset_of!(VolumeRecordBytes, unreserved_bytes) == 136);
     assert!(offset_of!(VolumeRecordBytes, checksum) == 248);
     assert!(size_of::<LogHeaderBytes>() == 64);
     assert!(offset_of!(LogHeaderBytes, commit) == 24);

@@ -97,6 +97,10 @@ pub(crate) enum VolumeRecordError {
     NoPart { slot: u32, index: u32 },
     #[error("its BTT is marked as unwritten, but its format or size allows none")]
     NoBtt,
+    #[error(
+        "{0:#x} bytes are not guaranteed, but only thin volumes allow this, in multiples of 2 MiB up to their size"
+    )]
+    Unreserved(u64),
     /// The name in the record is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
@@ -114,6 +118,8 @@ pub(crate) struct VolumeRecord {
     /// Set for a part of a split volume until the split is finished.
     pub(crate) part: Option<Part>,
     pub(crate) chunks: u32,
+    /// Guaranteed chunks. Equal to `chunks` unless the volume is thin.
+    pub(crate) reserve_chunks: u32,
     pub(crate) created_unix_s: u64,
 }
 
@@ -144,6 +150,17 @@ impl VolumeRecord {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
+    pub(crate) fn reserve_bytes(&self) -> u64 {
+        u64::from(self.reserve_chunks) * CHUNK_BYTES
+    }
+
+    /// Returns the record with another size. If all of the volume was guaranteed, this stays so.
+    pub(crate) fn resized(&self, sequence: u64, chunks: u32) -> Self {
+        let is_whole = self.reserve_chunks == self.chunks;
+        let reserve_chunks = if is_whole { chunks } else { self.reserve_chunks.min(chunks) };
+        Self { sequence, chunks, reserve_chunks, ..self.clone() }
+    }
+
     /// Returns the record in the media format, with its checksum.
     pub(crate) fn to_bytes(&self) -> VolumeRecordBytes {
         let mut bytes = empty_record(self.slot, self.sequence);
@@ -162,6 +179,7 @@ impl VolumeRecord {
         bytes.flags.set(flags);
         bytes.uuid = self.uuid.into_bytes();
         bytes.size_bytes.set(self.size_bytes());
+        bytes.unreserved_bytes.set(self.size_bytes() - self.reserve_bytes());
         bytes.created_unix_s.set(self.created_unix_s);
         let name = self.name.as_str().as_bytes();
         bytes.name_bytes = name.len() as u8;
@@ -203,6 +221,12 @@ impl VolumeRecord {
         if !size.is_multiple_of(CHUNK_BYTES) || chunks == 0 || chunks > MAX_CHUNKS {
             return Err(VolumeRecordError::Size(size));
         }
+        let thin = flags & VOLUME_FLAG_THIN != 0;
+        let unreserved = bytes.unreserved_bytes.get();
+        let most = if thin { size } else { 0 };
+        if !unreserved.is_multiple_of(CHUNK_BYTES) || unreserved > most {
+            return Err(VolumeRecordError::Unreserved(unreserved));
+        }
         let is_unformatted = part.is_some_and(|part| part.is_unformatted);
         if is_unformatted && (format != VolumeFormat::Btt || size < MIN_VOLUME_BYTES) {
             return Err(VolumeRecordError::NoBtt);
@@ -219,9 +243,10 @@ impl VolumeRecord {
             name,
             uuid: Uuid::from_bytes(bytes.uuid),
             format,
-            thin: flags & VOLUME_FLAG_THIN != 0,
+            thin,
             part,
             chunks: chunks as u32,
+            reserve_chunks: ((size - unreserved) / CHUNK_BYTES) as u32,
             created_unix_s: bytes.created_unix_s.get(),
         }))
     }
@@ -254,7 +279,7 @@ fn no_part(bytes: &VolumeRecordBytes) -> Result<Option<Part>, VolumeRecordError>
 
 /// Returns true if a record contains data that the record of an empty slot does not.
 fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
-    let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
+    let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s, bytes.unreserved_bytes];
     let places = [bytes.origin_slot, bytes.origin_index];
     let texts = [&bytes.uuid[..], &bytes.name, &[bytes.format, bytes.name_bytes]];
     numbers.iter().any(|number| number.get() != 0)
@@ -276,6 +301,7 @@ mod tests {
             thin: false,
             part: None,
             chunks: 12,
+            reserve_chunks: 12,
             created_unix_s: 1,
         }
     }
@@ -290,8 +316,10 @@ mod tests {
                 assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
             }
         }
-        let thin = VolumeRecord { thin: true, ..sample() };
-        assert_eq!(VolumeRecord::parse(Slot(9), &thin.to_bytes()), Ok(Some(thin)));
+        for reserve_chunks in [0, 5, 12] {
+            let thin = VolumeRecord { thin: true, reserve_chunks, ..sample() };
+            assert_eq!(VolumeRecord::parse(Slot(9), &thin.to_bytes()), Ok(Some(thin)));
+        }
         assert_eq!(VolumeRecord::parse(Slot(4), &empty_record(Slot(4), 8)), Ok(None));
     }
 
@@ -372,6 +400,16 @@ mod tests {
         assert_eq!(VolumeRecord::parse(Slot(9), &empty), Err(VolumeRecordError::NotEmpty));
         assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));
         assert_eq!(broken(|b| b.size_bytes.set(0)), VolumeRecordError::Size(0));
+        assert_eq!(
+            broken(|b| b.unreserved_bytes.set(CHUNK_BYTES)),
+            VolumeRecordError::Unreserved(CHUNK_BYTES)
+        );
+        for unreserved in [1, 13 * CHUNK_BYTES] {
+            let mut bytes = VolumeRecord { thin: true, ..sample() }.to_bytes();
+            bytes.unreserved_bytes.set(unreserved);
+            let error = VolumeRecord::parse(Slot(9), &bytes).unwrap_err();
+            assert_eq!(error, VolumeRecordError::Unreserved(unreserved));
+        }
         assert_eq!(broken(|b| b.name_bytes = 65), VolumeRecordError::Name(NameError::NotText));
         assert_eq!(broken(|b| b.name_bytes = 3), VolumeRecordError::Name(NameError::NotText));
         assert_eq!(broken(|b| b.name[0] = 0xff), VolumeRecordError::Name(NameError::NotText));

@@ -336,6 +336,7 @@ mod tests {
             uuid: Uuid::nil(),
             format: VolumeFormat::Btt,
             size_bytes: MAX_CHUNKS * crate::CHUNK_BYTES,
+            reserve_bytes: 0,
             allocated_bytes: 0,
             extents: 0,
             thin: true,

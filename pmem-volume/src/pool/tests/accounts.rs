@@ -67,6 +67,7 @@ fn holes_of_a_thin_volume_are_promised_but_not_allocated() {
         thin: true,
         part: None,
         chunks: 20,
+        reserve_chunks: 20,
         created_unix_s: 1,
     };
     for offset in pool.superblock.volume_record_offsets(slot) {

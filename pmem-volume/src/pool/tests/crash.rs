@@ -419,6 +419,7 @@ fn record_before_its_chunks_is_detected() {
             thin: false,
             part: None,
             chunks: 2,
+            reserve_chunks: 2,
             created_unix_s: 1,
         };
         record.sequence = empty.sequence.get() + 1;

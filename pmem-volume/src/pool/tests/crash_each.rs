@@ -46,7 +46,11 @@ impl Start {
             [("v", 5, VolumeFormat::Raw), ("b", 9, VolumeFormat::Btt), ("w", 3, VolumeFormat::Raw)]
         {
             let size = bytes(chunks);
-            pool.create_volume_with(name, VolumeOptions { size, format, thin: true }).unwrap();
+            pool.create_volume_with(
+                name,
+                VolumeOptions { size, format, thin: true, reserve_bytes: None },
+            )
+            .unwrap();
         }
         ["v", "w"].iter().for_each(|name| fill_volume(&media, &pool, name));
         let marks = RefCell::new(marks_of(&pool));

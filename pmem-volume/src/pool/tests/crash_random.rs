@@ -116,7 +116,9 @@ impl World {
         };
         let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
         let thin = random.below(2) == 0;
-        let _ = self.pool.create_volume_with(&name, VolumeOptions { size, format, thin });
+        let _ = self
+            .pool
+            .create_volume_with(&name, VolumeOptions { size, format, thin, reserve_bytes: None });
         "create"
     }
 

@@ -105,7 +105,7 @@ fn grow_wrongly(
     let added = Run { start: old.end(), chunks: NEW - OLD };
     let slot = table::Slot(0);
     let record = pool.lock_state().volumes[&slot].record.clone();
-    let record = VolumeRecord { sequence: record.sequence + 1, chunks: NEW, ..record };
+    let record = record.resized(record.sequence + 1, NEW);
     let extents = extents_of((0..).zip(all.ids()));
     let space = Space::new(&media, &extents);
     let before = extents_of((0..).zip(old.ids()));
@@ -185,8 +185,8 @@ fn reuse_of_an_index_before_the_scrub_mark_is_detected() {
     media.record();
     let slot = table::Slot(0);
     let shrunk = pool.lock_state().volumes[&slot].record.clone();
-    let shrunk = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 3, ..shrunk };
-    let grown = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 4, ..shrunk.clone() };
+    let shrunk = shrunk.resized(shrunk.sequence + 1, 3);
+    let grown = shrunk.resized(shrunk.sequence + 1, 4);
     let write = |record: &VolumeRecord| {
         mirrored::write(&media, pool.superblock.volume_record_offsets(slot), &record.to_bytes())
             .unwrap();

@@ -14,7 +14,7 @@ use crate::pool::format::volume_record::VolumeRecord;
 type Case = (&'static str, fn() -> Start, Operation, usize);
 
 /// Operations, each with its minimum number of distinct images.
-const OPERATIONS: [Case; 18] = [
+const OPERATIONS: [Case; 19] = [
     ("make the first thin raw volume", Start::new, |s| make(s, 3, VolumeFormat::Raw), 3050),
     ("make a thin BTT volume", Start::new, |s| make(s, 9, VolumeFormat::Btt), 6610),
     ("make another thin BTT volume", Start::thin, |s| make(s, 9, VolumeFormat::Btt), 3980),
@@ -30,6 +30,7 @@ const OPERATIONS: [Case; 18] = [
     ("make a BTT volume thin", Start::new, |s| convert(s, "b", true), 3540),
     ("grow a thin raw volume", Start::thin, |s| resize(s, "v", 7), 260),
     ("shrink a thin raw volume", Start::thin, |s| resize(s, "v", 1), 360),
+    ("guarantee less of a thin volume", Start::thin, |s| reserve(s, "v", 2), 1),
     ("grow a thin BTT volume", Start::thin, |s| resize(s, "b", 18), 4280),
     (
         "split a thin raw volume",
@@ -41,7 +42,7 @@ const OPERATIONS: [Case; 18] = [
 ];
 
 fn make(start: &Start, chunks: u64, format: VolumeFormat) {
-    let options = VolumeOptions { size: bytes(chunks), format, thin: true };
+    let options = VolumeOptions { size: bytes(chunks), format, thin: true, reserve_bytes: None };
     assert!(start.pool.create_volume_with("x", options).unwrap().thin);
 }
 
@@ -88,6 +89,10 @@ fn convert(start: &Start, name: &str, thin: bool) {
     assert_eq!(start.pool.convert_volume(name, thin).unwrap().thin, thin);
 }
 
+fn reserve(start: &Start, name: &str, chunks: u64) {
+    start.pool.set_volume_reserve(name, chunks * CHUNK_BYTES).unwrap();
+}
+
 fn resize(start: &Start, name: &str, chunks: u64) {
     start.pool.resize_volume(name, bytes(chunks), Shrink::Allow).unwrap();
 }
@@ -102,7 +107,12 @@ const VALUE: u64 = 0x5eed;
 /// Pool with a thin volume `v` of 4 chunks. Only the first is allocated, and contains a word.
 fn with_thin_volume() -> (Simulator, Arc<OtherPool>) {
     let (media, pool) = new_pool_of(12, |superblock| superblock.volume_slots = 2);
-    let options = VolumeOptions { size: bytes(4), format: VolumeFormat::Raw, thin: true };
+    let options = VolumeOptions {
+        size: bytes(4),
+        format: VolumeFormat::Raw,
+        thin: true,
+        reserve_bytes: None,
+    };
     pool.create_volume_with("v", options).unwrap();
     let volume = pool.open_volume("v").unwrap();
     volume.store_word(8, VALUE).unwrap();
@@ -230,7 +240,12 @@ fn record_of_a_thin_volume_before_the_feature_bit_is_detected() {
 #[test]
 fn split_that_does_not_fill_holes_first_is_detected() {
     let (media, pool) = new_pool_of(28, |_| {});
-    let options = VolumeOptions { size: bytes(18), format: VolumeFormat::Btt, thin: true };
+    let options = VolumeOptions {
+        size: bytes(18),
+        format: VolumeFormat::Btt,
+        thin: true,
+        reserve_bytes: None,
+    };
     pool.create_volume_with("v", options).unwrap();
     let parts = [("v".to_owned(), bytes(9)), ("w".to_owned(), VolumeSize::Remaining)];
     let before = volumes_of(&pool);

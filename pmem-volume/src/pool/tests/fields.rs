@@ -46,7 +46,7 @@ fn superblock_fields() -> Vec<Field> {
 
 fn record_fields() -> Vec<Field> {
     fields!(VolumeRecordBytes: magic, sequence, slot, state, format, name_bytes, reserved0, flags, uuid,
-        size_bytes, created_unix_s, name, origin_slot, origin_index, reserved1, checksum)
+        size_bytes, created_unix_s, name, origin_slot, origin_index, unreserved_bytes, reserved1, checksum)
 }
 
 fn log_fields() -> Vec<Field> {
@@ -354,6 +354,8 @@ const RECORD_SEALED: Expected = &[
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
     ("origin_slot", &["Damaged VolumeRecordInvalid"]),
     ("origin_index", &["Damaged VolumeRecordInvalid"]),
+    // Only thin volumes may be guaranteed in part.
+    ("unreserved_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved1", &["opens"]),
 ];
 

@@ -20,6 +20,8 @@ use crate::test_image::{from_text, to_text};
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
 const GOLDEN_THIN: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin.golden");
+const GOLDEN_RESERVE: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-reserve.golden");
 const POOL_BYTES: u64 = 32 * MIB;
 
 fn superblock_of(has_thin_volumes: bool) -> Superblock {
@@ -42,6 +44,7 @@ fn volume(slot: u16, name: &str, format: VolumeFormat, chunks: u32) -> VolumeRec
         thin: false,
         part: None,
         chunks,
+        reserve_chunks: chunks,
         created_unix_s: 1_800_000_001,
     }
 }
@@ -91,12 +94,12 @@ fn build() -> MemoryMedia {
 }
 
 /// Builds a pool with a thin BTT volume, which has only its first and last chunk, and a thin raw
-/// volume without chunks.
-fn build_thin() -> MemoryMedia {
+/// volume without chunks. These numbers of their chunks are guaranteed.
+fn build_thin(reserves: [u32; 2]) -> MemoryMedia {
     let media = MemoryMedia::new(POOL_BYTES);
-    let thin = |record| VolumeRecord { thin: true, ..record };
-    let first = thin(volume(0, "data", VolumeFormat::Btt, 9));
-    let second = thin(volume(1, "größe", VolumeFormat::Raw, 3));
+    let thin = |record, reserve_chunks| VolumeRecord { thin: true, reserve_chunks, ..record };
+    let first = thin(volume(0, "data", VolumeFormat::Btt, 9), reserves[0]);
+    let second = thin(volume(1, "größe", VolumeFormat::Raw, 3), reserves[1]);
     let places = [(3, 0), (2, 8)];
     let content = new_btt(&first);
     for (chunk, index) in places {
@@ -111,7 +114,9 @@ fn build_thin() -> MemoryMedia {
 
 #[test]
 fn this_version_writes_the_golden_images() {
-    for (path, media) in [(GOLDEN, build()), (GOLDEN_THIN, build_thin())] {
+    for (path, media) in
+        [(GOLDEN, build()), (GOLDEN_THIN, build_thin([9, 3])), (GOLDEN_RESERVE, build_thin([6, 0]))]
+    {
         let text = to_text(&media.to_bytes());
         if std::env::var_os("PMEM_VOLUME_WRITE_GOLDEN").is_some() {
             fs::write(path, &text).unwrap();
@@ -120,25 +125,32 @@ fn this_version_writes_the_golden_images() {
     }
 }
 
+/// The first programs with thin volumes guaranteed their whole size.
 #[test]
-fn this_version_reads_the_golden_image_of_thin_volumes() {
-    let bytes = from_text(&fs::read_to_string(GOLDEN_THIN).unwrap(), POOL_BYTES);
+fn this_version_reads_the_golden_images_of_thin_volumes() {
+    read_golden_of_thin(GOLDEN_THIN, [18 * MIB, 6 * MIB]);
+    read_golden_of_thin(GOLDEN_RESERVE, [12 * MIB, 0]);
+}
+
+fn read_golden_of_thin(path: &str, reserves: [u64; 2]) {
+    let bytes = from_text(&fs::read_to_string(path).unwrap(), POOL_BYTES);
     let pool = open_golden(&bytes, &superblock_of(true), OpenMode::ReadWrite);
     assert_eq!(pool.findings_at_open(), []);
     let volumes: Vec<_> = pool
         .volumes()
         .into_iter()
-        .map(|v| (v.name, v.size_bytes, v.allocated_bytes, v.format))
+        .map(|v| (v.name, v.size_bytes, v.reserve_bytes, v.allocated_bytes, v.format))
         .collect();
     assert_eq!(
         volumes,
         [
-            ("data".into(), 18 * MIB, 4 * MIB, VolumeFormat::Btt),
-            ("größe".into(), 6 * MIB, 0, VolumeFormat::Raw)
+            ("data".into(), 18 * MIB, reserves[0], 4 * MIB, VolumeFormat::Btt),
+            ("größe".into(), 6 * MIB, reserves[1], 0, VolumeFormat::Raw)
         ]
     );
     let info = pool.info();
-    assert_eq!((info.promised_bytes, info.volume_bytes), (24 * MIB, 4 * MIB));
+    assert_eq!(info.promised_bytes, reserves.iter().sum::<u64>());
+    assert_eq!((info.provisioned_bytes, info.volume_bytes), (24 * MIB, 4 * MIB));
     let report = pool.check().unwrap();
     assert!(report.pool.is_empty() && report.is_clean(), "{report:?}");
     let place = |name: &str| pool.open_volume(name).unwrap().allocated_extents();

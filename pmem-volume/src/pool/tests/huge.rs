@@ -41,6 +41,7 @@ fn claim_volumes(file: &fs::File, superblock: &Superblock) {
             thin: false,
             part: None,
             chunks: superblock.chunks,
+            reserve_chunks: superblock.chunks,
             created_unix_s: 1,
         };
         for at in superblock.volume_record_offsets(slot) {

@@ -26,6 +26,7 @@ fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> Volum
         thin: false,
         part: None,
         chunks,
+        reserve_chunks: chunks,
         created_unix_s: 1,
     }
 }

@@ -32,6 +32,7 @@ mod progress;
 mod recall;
 mod repair;
 mod repair_thin;
+mod reserve;
 mod scrub;
 mod slow;
 mod thin;

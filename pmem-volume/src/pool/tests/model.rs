@@ -22,7 +22,8 @@ enum Operation {
     Lend { chunks: u32 },
     ReturnMemory { picks: Vec<prop::sample::Index> },
     ReturnChunk { pick: prop::sample::Index, chunk: prop::sample::Index },
-    Create { name: u8, chunks: u32, format: VolumeFormat, thin: bool },
+    Create { name: u8, chunks: u32, format: VolumeFormat, thin: bool, reserve: Option<u32> },
+    SetReserve { name: u8, chunks: u32 },
     CreateRemaining { name: u8 },
     Delete { name: u8 },
     Rename { name: u8, new_name: u8 },
@@ -44,12 +45,27 @@ fn operation() -> impl Strategy<Value = Operation> {
         6 => (1..30u32).prop_map(|chunks| Operation::Lend { chunks }),
         3 => prop::collection::vec(index(), 0..4).prop_map(|picks| Operation::ReturnMemory { picks }),
         3 => (index(), index()).prop_map(|(pick, chunk)| Operation::ReturnChunk { pick, chunk }),
-        5 => (name.clone(), 1..14u32, format, any::<bool>()).prop_map(
-            |(name, chunks, format, thin)| Operation::Create { name, chunks, format, thin }
-        ),
+        5 => (name.clone(), 1..14u32, format, prop::option::of(prop::option::of(0..15u32)))
+            .prop_map(|(name, chunks, format, reserve)| Operation::Create {
+                name,
+                chunks,
+                format,
+                thin: reserve.is_some(),
+                reserve: reserve.flatten(),
+            }),
+        // Larger than the pool, so that writes and not the size use it up.
+        1 => name.clone().prop_map(|name| Operation::Create {
+            name,
+            chunks: 2 * CHUNKS,
+            format: VolumeFormat::Raw,
+            thin: true,
+            reserve: Some(2),
+        }),
+        2 => (name.clone(), 0..15u32)
+            .prop_map(|(name, chunks)| Operation::SetReserve { name, chunks }),
         2 => (name.clone(), any::<bool>())
             .prop_map(|(name, thin)| Operation::Convert { name, thin }),
-        4 => (name.clone(), 0..14u32, 1..4u32)
+        4 => (name.clone(), 0..40u32, 1..12u32)
             .prop_map(|(name, start, chunks)| Operation::FillHoles { name, start, chunks }),
         4 => (name.clone(), 0..14u32, 1..8u32)
             .prop_map(|(name, start, chunks)| Operation::Release { name, start, chunks }),
@@ -85,9 +101,12 @@ fn outcome_of<T>(result: &Result<T, PoolError>) -> Outcome {
         Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => Outcome::Exists,
         Err(PoolError::NoSuchVolume { .. }) => Outcome::NoSuchVolume,
         Err(PoolError::NoVolumeSlot { .. }) => Outcome::NoSlot,
-        Err(PoolError::Size { .. } | PoolError::ShrinkRefused { .. } | PoolError::Btt(_)) => {
-            Outcome::Refused
-        }
+        Err(
+            PoolError::Size { .. }
+            | PoolError::ShrinkRefused { .. }
+            | PoolError::NotThin { .. }
+            | PoolError::Btt(_),
+        ) => Outcome::Refused,
         Err(error) => panic!("{error}"),
     }
 }
@@ -100,11 +119,15 @@ struct Model {
     lent: Vec<Extent>,
     /// Chunks that stay free for volumes while promised chunks are lent. `None` if none are lent.
     min_free_chunks: Option<u32>,
+    /// Promised chunks may have been lent since the pool was opened.
+    has_lent_promised: bool,
 }
 
 #[derive(Clone, Debug)]
 struct ModelVolume {
     chunks: u32,
+    /// Guaranteed chunks.
+    reserve: u32,
     format: VolumeFormat,
     thin: bool,
     /// Indexes that have a chunk.
@@ -116,9 +139,21 @@ struct ModelVolume {
 impl ModelVolume {
     fn new(chunks: u32, format: VolumeFormat, thin: bool) -> Self {
         let empty = BTreeSet::new();
-        let mut volume = Self { chunks: 0, format, thin, present: empty.clone(), metadata: empty };
+        let mut volume =
+            Self { chunks: 0, reserve: 0, format, thin, present: empty.clone(), metadata: empty };
         volume.grow(chunks);
         volume
+    }
+
+    fn promised(&self) -> u32 {
+        self.reserve.max(self.present.len() as u32)
+    }
+
+    /// Changes the size. If all of the volume was guaranteed, this stays so.
+    fn set_chunks(&mut self, chunks: u32) {
+        let is_whole = self.reserve == self.chunks;
+        self.reserve = if is_whole { chunks } else { self.reserve.min(chunks) };
+        self.chunks = chunks;
     }
 
     /// A BTT gets another arena, which has metadata in its first and last chunk.
@@ -130,12 +165,13 @@ impl ModelVolume {
             true => self.present.extend(&self.metadata),
             false => self.present.extend(self.chunks..chunks),
         }
-        self.chunks = chunks;
+        self.set_chunks(chunks);
     }
 
     fn convert(&mut self, thin: bool) {
         self.thin = thin;
         self.present = if thin { self.metadata.clone() } else { (0..self.chunks).collect() };
+        self.reserve = if thin { self.reserve } else { self.chunks };
     }
 }
 
@@ -145,6 +181,10 @@ impl Model {
     }
 
     fn promised(&self) -> u32 {
+        self.volumes.values().map(|volume| volume.promised()).sum()
+    }
+
+    fn provisioned(&self) -> u32 {
         self.volumes.values().map(|volume| volume.chunks).sum()
     }
 
@@ -174,12 +214,14 @@ impl Model {
         self.free() - kept.min(self.free())
     }
 
-    fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> Outcome {
+    fn create(&self, name: &str, new: &ModelVolume) -> Outcome {
+        let ModelVolume { chunks, format, thin, reserve, .. } = *new;
         match () {
             () if self.volumes.contains_key(name) => Outcome::Exists,
             () if self.volumes.len() as u32 == SLOTS => Outcome::NoSlot,
             () if format == VolumeFormat::Btt && chunks < BTT_CHUNKS => Outcome::Refused,
-            () if chunks > self.unpromised() => Outcome::Full,
+            () if reserve > chunks || (!thin && reserve < chunks) => Outcome::Refused,
+            () if new.promised() > self.unpromised() => Outcome::Full,
             () => Outcome::Done,
         }
     }
@@ -187,6 +229,11 @@ impl Model {
     fn resize(&self, name: &str, chunks: u32, shrink: bool) -> Outcome {
         let Some(volume) = self.volumes.get(name) else { return Outcome::NoSuchVolume };
         let (has, format) = (&volume.chunks, &volume.format);
+        let grown = || {
+            let mut grown = volume.clone();
+            grown.grow(chunks);
+            grown
+        };
         let may_shrink = shrink && *format == VolumeFormat::Raw;
         match () {
             () if chunks == *has || (chunks < *has && !may_shrink) => Outcome::Refused,
@@ -194,7 +241,7 @@ impl Model {
             // An additional arena has at least 16 MiB. It starts after the last arena and the
             // unused space after it.
             () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => Outcome::Refused,
-            () if chunks - has > self.unpromised() => Outcome::Full,
+            () if grown().promised() - volume.promised() > self.unpromised() => Outcome::Full,
             () => Outcome::Done,
         }
     }
@@ -262,21 +309,48 @@ impl World {
                 model.lent.extend(chunks);
                 (outcome_of(&self.pool.free_memory(&[back])), Outcome::Done)
             }
-            Operation::Create { name: number, chunks, format, thin } => {
-                let expected = model.create(&name(number), chunks, format);
-                let options = VolumeOptions { size: size_of_chunks(chunks), format, thin };
+            Operation::Create { name: number, chunks, format, thin, reserve } => {
+                let mut new = ModelVolume::new(chunks, format, thin);
+                new.reserve = reserve.unwrap_or(chunks);
+                let expected = model.create(&name(number), &new);
+                let options = VolumeOptions {
+                    size: size_of_chunks(chunks),
+                    format,
+                    thin,
+                    reserve_bytes: reserve.map(bytes),
+                };
                 let end = outcome_of(&self.pool.create_volume_with(&name(number), options));
                 if expected == Outcome::Done {
-                    model.volumes.insert(name(number), ModelVolume::new(chunks, format, thin));
+                    model.volumes.insert(name(number), new);
                 }
                 (end, expected)
             }
+            Operation::SetReserve { name: number, chunks } => {
+                let end = outcome_of(&self.pool.set_volume_reserve(&name(number), bytes(chunks)));
+                let unpromised = model.unpromised();
+                let Some(volume) = model.volumes.get_mut(&name(number)) else {
+                    return (end, Outcome::NoSuchVolume);
+                };
+                let changed = ModelVolume { reserve: chunks, ..volume.clone() };
+                match changed.promised() - volume.promised().min(changed.promised()) {
+                    _ if !volume.thin || chunks > volume.chunks => (end, Outcome::Refused),
+                    more if more > unpromised => (end, Outcome::Full),
+                    _ => {
+                        *volume = changed;
+                        (end, Outcome::Done)
+                    }
+                }
+            }
             Operation::Convert { name: number, thin } => {
                 let end = outcome_of(&self.pool.convert_volume(&name(number), thin));
-                let free = model.free();
+                let (free, unpromised) = (model.free(), model.unpromised());
                 match model.volumes.get_mut(&name(number)) {
                     None => (end, Outcome::NoSuchVolume),
-                    Some(volume) if !thin && volume.chunks - volume.present.len() as u32 > free => {
+                    Some(volume)
+                        if !thin
+                            && (volume.chunks - volume.promised() > unpromised
+                                || volume.chunks - volume.present.len() as u32 > free) =>
+                    {
                         (end, Outcome::Full)
                     }
                     Some(volume) => {
@@ -286,21 +360,28 @@ impl World {
                 }
             }
             Operation::FillHoles { name: number, start, chunks } => {
-                let free = model.free();
+                let (free, unpromised) = (model.free(), model.unpromised());
                 let Some(volume) = model.volumes.get_mut(&name(number)) else {
                     return (Outcome::Done, Outcome::Done);
                 };
                 let start = start.min(volume.chunks - 1);
                 let end = (start + chunks).min(volume.chunks);
-                let holes = (start..end).filter(|index| !volume.present.contains(index)).count();
+                let holes = (start..end).filter(|index| !volume.present.contains(index));
+                let mut filled = volume.clone();
+                filled.present.extend(holes);
+                let holes = (filled.present.len() - volume.present.len()) as u32;
+                let beyond = filled.promised() - volume.promised();
                 let opened = self.pool.open_volume(&name(number)).unwrap();
                 match opened.provision(bytes(start)..bytes(end)) {
+                    Ok(()) if beyond > unpromised => {
+                        panic!("{beyond} chunks beyond the reserve, {unpromised} were unpromised")
+                    }
                     Ok(()) => {
-                        volume.present.extend(start..end);
+                        *volume = filled;
                         (Outcome::Done, Outcome::Done)
                     }
-                    // Only lent chunks can be missing.
-                    Err(MediaError::Full { .. }) if holes as u32 > free => {
+                    // Only lent chunks and those beyond the reserve can be missing.
+                    Err(MediaError::Full { .. }) if holes > free || beyond > unpromised => {
                         (Outcome::Full, Outcome::Full)
                     }
                     Err(error) => panic!("{holes} of {free} free chunks: {error}"),
@@ -310,6 +391,7 @@ impl World {
                 self.pool.lend_promised(min_free_chunks.map(bytes));
                 self.pool.set_borrowable_bytes(u64::MAX);
                 model.min_free_chunks = min_free_chunks;
+                model.has_lent_promised |= min_free_chunks.is_some();
                 (Outcome::Done, Outcome::Done)
             }
             Operation::Release { name: number, start, chunks } => {
@@ -329,7 +411,8 @@ impl World {
             }
             Operation::CreateRemaining { name: number } => {
                 let chunks = model.unpromised();
-                let expected = match model.create(&name(number), chunks.max(1), VolumeFormat::Raw) {
+                let new = ModelVolume::new(chunks.max(1), VolumeFormat::Raw, false);
+                let expected = match model.create(&name(number), &new) {
                     Outcome::Done if chunks == 0 => Outcome::Full,
                     end => end,
                 };
@@ -339,8 +422,7 @@ impl World {
                     VolumeFormat::Raw,
                 );
                 if expected == Outcome::Done {
-                    let volume = ModelVolume::new(chunks, VolumeFormat::Raw, false);
-                    model.volumes.insert(name(number), volume);
+                    model.volumes.insert(name(number), new);
                 }
                 (outcome_of(&create), expected)
             }
@@ -378,7 +460,7 @@ impl World {
                     match chunks > volume.chunks {
                         true => volume.grow(chunks),
                         false => {
-                            volume.chunks = chunks;
+                            volume.set_chunks(chunks);
                             volume.present.retain(|index| *index < chunks);
                         }
                     }
@@ -410,6 +492,7 @@ impl World {
     fn reopen(&mut self) {
         self.model.lent.clear();
         self.model.min_free_chunks = None;
+        self.model.has_lent_promised = false;
         self.pool = open(&self.media).unwrap();
     }
 
@@ -420,6 +503,12 @@ impl World {
         prop_assert_eq!(info.total_bytes, bytes(model.chunks));
         prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
         prop_assert_eq!(info.promised_bytes, bytes(model.promised()));
+        prop_assert_eq!(info.provisioned_bytes, bytes(model.provisioned()));
+        prop_assert!(
+            model.has_lent_promised || model.holes() <= model.free(),
+            "{} promised chunks are neither allocated nor free",
+            model.holes()
+        );
         prop_assert_eq!(info.available_bytes(), bytes(model.unpromised()));
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
         // Chunks that wait to be erased are also available for allocations.
@@ -436,12 +525,16 @@ impl World {
             .pool
             .volumes()
             .into_iter()
-            .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format, v.thin)))
+            .map(|v| {
+                let [size, reserve] =
+                    [v.size_bytes, v.reserve_bytes].map(|b| (b / CHUNK_BYTES) as u32);
+                (v.name, (size, reserve, v.format, v.thin))
+            })
             .collect();
         let expected: BTreeMap<_, _> = model
             .volumes
             .iter()
-            .map(|(name, v)| (name.clone(), (v.chunks, v.format, v.thin)))
+            .map(|(name, v)| (name.clone(), (v.chunks, v.reserve, v.format, v.thin)))
             .collect();
         prop_assert_eq!(&volumes, &expected);
         // Every chunk has exactly one owner.

@@ -18,8 +18,11 @@ fn pool_with_lent_memory() -> (Fixture, Arc<Pool>, Volume, Vec<Extent>) {
     let pool = fixture.create(POOL + 4 * MIB, 0);
     assert_eq!(pool.info().free_bytes, POOL);
     let size = VolumeSize::Bytes(VOLUME);
-    pool.create_volume_with("thin", VolumeOptions { size, format: VolumeFormat::Raw, thin: true })
-        .unwrap();
+    pool.create_volume_with(
+        "thin",
+        VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None },
+    )
+    .unwrap();
     let lendable_bytes = || pool.info().lendable_bytes;
     assert_eq!(lendable_bytes(), POOL - VOLUME);
     pool.lend_promised(Some(MIN_FREE));

@@ -13,8 +13,12 @@ use crate::pool::maintenance::repair::fix_tables;
 fn with_thin_volume() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(44 * MIB, 0);
-    let options =
-        VolumeOptions { size: VolumeSize::Bytes(10 * MIB), format: VolumeFormat::Raw, thin: true };
+    let options = VolumeOptions {
+        size: VolumeSize::Bytes(10 * MIB),
+        format: VolumeFormat::Raw,
+        thin: true,
+        reserve_bytes: None,
+    };
     pool.create_volume_with("thin", options).unwrap();
     let volume = pool.open_volume("thin").unwrap();
     [1, 3].iter().for_each(|index| volume.store_word(index * CHUNK_BYTES, 7).unwrap());
@@ -192,8 +196,12 @@ fn thin_volume_of_an_intact_pool_is_not_given_up() {
 fn with_unreadable_media(thin: bool) -> (Hooked, Superblock, Vec<ChunkId>) {
     let media = Hooked::new(16 * CHUNK_BYTES, || Ok(()));
     let pool = hooked::open(media.clone());
-    let options =
-        VolumeOptions { size: VolumeSize::Bytes(6 * MIB), format: VolumeFormat::Raw, thin };
+    let options = VolumeOptions {
+        size: VolumeSize::Bytes(6 * MIB),
+        format: VolumeFormat::Raw,
+        thin,
+        reserve_bytes: None,
+    };
     pool.create_volume_with("v", options).unwrap();
     let volume = pool.open_volume("v").unwrap();
     let stored = if thin { 0..2 } else { 0..3 };
@@ -237,7 +245,8 @@ fn unreadable_free_chunk_is_a_reason_to_give_up_a_thin_volume() {
 fn part_without_a_chunk_for_its_metadata_can_be_given_up() {
     let (media, pool) = new_pool_of(28, |_| {});
     let size = VolumeSize::Bytes(18 * CHUNK_BYTES);
-    let options = VolumeOptions { size, format: VolumeFormat::Btt, thin: true };
+    let options =
+        VolumeOptions { size, format: VolumeFormat::Btt, thin: true, reserve_bytes: None };
     pool.create_volume_with("v", options).unwrap();
     let volume = pool.open_volume("v").unwrap();
     volume.provision(8 * CHUNK_BYTES..10 * CHUNK_BYTES).unwrap();

@@ -29,6 +29,7 @@ fn record(chunks: u32) -> VolumeRecord {
         thin: true,
         part: None,
         chunks,
+        reserve_chunks: chunks,
         created_unix_s: 1,
     }
 }
@@ -95,7 +96,8 @@ fn superblock_is_updated_after_the_feature_bit_was_set() {
 fn feature_bit_is_kept_if_both_copies_are_damaged() {
     let (media, pool) = new_pool();
     let size = VolumeSize::Bytes(CHUNK_BYTES);
-    let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true };
+    let options =
+        VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None };
     pool.create_volume_with("thin", options).unwrap();
     SUPERBLOCK_OFFSETS.iter().for_each(|at| media.store_word(at + 80, 9).unwrap());
     let old = pool.current_superblock();
@@ -421,7 +423,8 @@ fn seal_with_zero(info: &mut [u8; 4096]) {
 fn growth_allocates_a_chunk_for_a_checksum_in_a_hole() {
     let (_media, pool) = new_pool_of(44, |superblock| superblock.volume_slots = 4);
     let size = |chunks| VolumeSize::Bytes(chunks * CHUNK_BYTES);
-    let options = VolumeOptions { size: size(9), format: VolumeFormat::Btt, thin: true };
+    let options =
+        VolumeOptions { size: size(9), format: VolumeFormat::Btt, thin: true, reserve_bytes: None };
     pool.create_volume_with("v", options).unwrap();
     for chunks in [18, 27] {
         pool.resize_volume("v", size(chunks), Shrink::Refuse).unwrap();

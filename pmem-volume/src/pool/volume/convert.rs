@@ -4,7 +4,6 @@ use super::{Search, VolumeInfo, volume_info};
 use crate::media::Media;
 use crate::pool::alloc::free_content::ContentFinder;
 use crate::pool::format::chunk::{ChunkId, Run, runs};
-use crate::pool::format::mirrored;
 use crate::pool::format::table::Slot;
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::{Pool, PoolError, State, bytes};
@@ -14,8 +13,9 @@ impl<M: Media> Pool<M> {
     /// Makes a volume thin or thick. It must not be open in this process. Its content and size do
     /// not change.
     ///
-    /// A thick volume gets chunks for all of its holes. A thin volume loses all chunks that read as
-    /// zeros, even if it was thin before. After a crash, the call can be repeated.
+    /// A thick volume gets chunks for all of its holes, and all of it is then guaranteed. A thin
+    /// volume loses all chunks that read as zeros, even if it was thin before. After a crash, the
+    /// call can be repeated.
     pub fn convert_volume(&self, name: &str, thin: bool) -> Result<VolumeInfo, PoolError> {
         self.convert_volume_with(name, thin, &mut ignore_progress)
     }
@@ -46,6 +46,7 @@ impl<M: Media> Pool<M> {
             entry.check_usable()?;
             let chunks = entry.record.chunks - entry.allocated();
             // Compared first, because the size of a volume is untrusted.
+            state.check_promise(entry.promised(), entry.record.chunks)?;
             if chunks > state.available_chunks() {
                 return Err(state.pool_full(bytes(chunks)));
             }
@@ -88,14 +89,13 @@ impl<M: Media> Pool<M> {
         if old.thin == thin {
             return Ok(());
         }
-        let record = VolumeRecord { sequence: self.next_sequence(slot)?, thin, ..old.clone() };
+        let reserve_chunks = if thin { old.reserve_chunks } else { old.chunks };
+        let sequence = self.next_sequence(slot)?;
+        let record = VolumeRecord { sequence, thin, reserve_chunks, ..old.clone() };
         if thin {
             self.allow_thin_volumes(state)?;
         }
-        let offsets = self.superblock.volume_record_offsets(slot);
-        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        state.volumes.get_mut(&slot).expect("found by the caller").record = record;
-        Ok(())
+        self.write_record(state, record)
     }
 
     /// Returns the chunks that do not read as zeros, in the order of `runs`.
@@ -120,11 +120,11 @@ impl<M: Media> Pool<M> {
         slot: Slot,
         kept: &[ChunkId],
     ) -> Result<(), PoolError> {
-        let entry = state.volumes.get_mut(&slot).expect("an open volume exists");
+        let entry = &state.volumes[&slot];
         let kept = std::collections::HashSet::<_>::from_iter(kept);
         let (stay, leave): (Vec<_>, Vec<_>) =
             entry.chunks.iter().partition(|(_, chunk)| kept.contains(chunk));
-        entry.chunks = stay;
+        state.change_volume(slot, |entry| entry.chunks = stay);
         self.release_chunks(state, &runs(leave.into_iter().map(|(_, chunk)| chunk)))
     }
 }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use foreshore_types::VolumeFormat;
+use foreshore_types::size::Size;
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -50,15 +51,16 @@ pub struct VolumeOptions {
     pub size: VolumeSize,
     /// Format of the volume.
     pub format: VolumeFormat,
-    /// Creates a thin volume. A chunk is allocated only when something is stored there, but the
-    /// whole size is promised to the volume.
+    /// Creates a thin volume. A chunk is allocated only when something is stored there.
     pub thin: bool,
+    /// Bytes that are promised to a thin volume, up to its size. `None` means the whole size.
+    pub reserve_bytes: Option<u64>,
 }
 
 impl VolumeOptions {
     /// Returns the options of a thick volume, which has all of its chunks.
     pub fn thick(size_bytes: u64, format: VolumeFormat) -> Self {
-        Self { size: VolumeSize::Bytes(size_bytes), format, thin: false }
+        Self { size: VolumeSize::Bytes(size_bytes), format, thin: false, reserve_bytes: None }
     }
 }
 
@@ -82,6 +84,8 @@ pub struct VolumeInfo {
     pub format: VolumeFormat,
     /// Size of the volume, including the metadata of a BTT.
     pub size_bytes: u64,
+    /// Guaranteed bytes. The number is less than the size only if the volume is thin.
+    pub reserve_bytes: u64,
     /// Bytes of the pool that the volume occupies. The number is less than the size only if the
     /// volume is thin or damaged.
     pub allocated_bytes: u64,
@@ -136,6 +140,7 @@ impl VolumeExtent {
 struct NewVolume {
     slot: Slot,
     chunks: u32,
+    reserve_chunks: u32,
     layout: Option<btt::Layout>,
     /// Indexes that get a chunk: those with the metadata of a BTT in a thin volume, or all.
     indexes: Vec<u32>,
@@ -169,7 +174,10 @@ impl<M: Media> Pool<M> {
         size: VolumeSize,
         format: VolumeFormat,
     ) -> Result<VolumeInfo, PoolError> {
-        self.create_volume_with(name, VolumeOptions { size, format, thin: false })
+        self.create_volume_with(
+            name,
+            VolumeOptions { size, format, thin: false, reserve_bytes: None },
+        )
     }
 
     /// Creates and formats a volume.
@@ -188,7 +196,7 @@ impl<M: Media> Pool<M> {
         let uuid = Uuid::new_v4();
         let mut state = self.lock_for_change()?;
         // Plan again after each unlock, because the state may have changed in the meantime.
-        let NewVolume { slot, chunks, layout, indexes } = loop {
+        let NewVolume { slot, chunks, reserve_chunks, layout, indexes } = loop {
             let new = self.plan_volume(&state, &name, options, uuid)?;
             match state.missing_clean(new.indexes.len() as u32) {
                 0 => break new,
@@ -214,6 +222,7 @@ impl<M: Media> Pool<M> {
             thin: options.thin,
             part: None,
             chunks,
+            reserve_chunks,
             created_unix_s: unix_now_s(),
         };
         let offsets = self.superblock.volume_record_offsets(slot);
@@ -222,8 +231,7 @@ impl<M: Media> Pool<M> {
         let info = volume_info(&entry);
         state.counts.scrubbing -= entry.allocated();
         state.counts.volume += entry.allocated();
-        state.promised_chunks += u64::from(chunks);
-        state.volumes.insert(slot, entry);
+        state.insert_volume(entry);
         Ok(info)
     }
 
@@ -277,7 +285,7 @@ impl<M: Media> Pool<M> {
         options: VolumeOptions,
         uuid: Uuid,
     ) -> Result<NewVolume, PoolError> {
-        let VolumeOptions { size, format, thin } = options;
+        let VolumeOptions { size, format, thin, reserve_bytes } = options;
         if state.find_volume(name.as_str()).is_some() {
             return Err(PoolError::VolumeExists { name: name.to_string() });
         }
@@ -301,15 +309,20 @@ impl<M: Media> Pool<M> {
             ),
             VolumeFormat::Raw => None,
         };
-        if chunks > state.unpromised_chunks() {
-            return Err(state.pool_full(size_bytes));
-        }
-        let indexes = match &layout {
+        let reserve_chunks = match reserve_bytes {
+            None => chunks,
+            Some(_) if !thin => return Err(PoolError::NotThin { name: name.to_string() }),
+            Some(bytes) => reserve_chunk_count(bytes, size_bytes)?,
+        };
+        // Compared first, because a thick volume needs an index for each of its chunks.
+        state.check_promise(0, reserve_chunks)?;
+        let indexes: Vec<_> = match &layout {
             Some(layout) if thin => stored_indexes(size_bytes, |media| layout.format(media)),
             None if thin => vec![],
             _ => (0..chunks).collect(),
         };
-        Ok(NewVolume { slot, chunks, layout, indexes })
+        state.check_promise(0, reserve_chunks.max(indexes.len() as u32))?;
+        Ok(NewVolume { slot, chunks, reserve_chunks, layout, indexes })
     }
 
     /// Deletes a volume that is not open in this process. When the call returns, the volume is gone
@@ -324,8 +337,7 @@ impl<M: Media> Pool<M> {
         let empty = empty_record(slot, self.next_sequence(slot)?);
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &empty))?;
-        let entry = state.volumes.remove(&slot).expect("found above");
-        state.promised_chunks -= u64::from(entry.record.chunks);
+        let entry = state.remove_volume(slot);
         let runs = runs(entry.chunk_ids());
         self.release_chunks(&mut state, &runs)
     }
@@ -367,11 +379,37 @@ impl<M: Media> Pool<M> {
         let sequence = self.next_sequence(slot)?;
         let record =
             VolumeRecord { sequence, name: new_name, ..state.volumes[&slot].record.clone() };
-        let offsets = self.superblock.volume_record_offsets(slot);
+        self.write_record(&mut state, record)?;
+        Ok(volume_info(&state.volumes[&slot]))
+    }
+
+    /// Sets the guaranteed bytes of a thin volume that is not open in this process.
+    pub fn set_volume_reserve(
+        &self,
+        name: &str,
+        reserve_bytes: u64,
+    ) -> Result<VolumeInfo, PoolError> {
+        let mut state = self.lock_for_change()?;
+        let slot = state.require_closed_volume(name)?;
+        let entry = &state.volumes[&slot];
+        entry.check_usable()?;
+        if !entry.record.thin {
+            return Err(PoolError::NotThin { name: name.to_owned() });
+        }
+        let reserve_chunks = reserve_chunk_count(reserve_bytes, entry.record.size_bytes())?;
+        state.check_promise(entry.promised(), reserve_chunks)?;
+        let sequence = self.next_sequence(slot)?;
+        let record = VolumeRecord { sequence, reserve_chunks, ..entry.record.clone() };
+        self.write_record(&mut state, record)?;
+        Ok(volume_info(&state.volumes[&slot]))
+    }
+
+    /// Writes the changed record of a volume, durably.
+    fn write_record(&self, state: &mut State, record: VolumeRecord) -> Result<(), PoolError> {
+        let offsets = self.superblock.volume_record_offsets(record.slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        let entry = state.volumes.get_mut(&slot).expect("found above");
-        entry.record = record;
-        Ok(volume_info(entry))
+        state.change_volume(record.slot, |entry| entry.record = record);
+        Ok(())
     }
 
     /// Opens a volume. If the pool is open for writing, each volume can be open only once.
@@ -663,12 +701,29 @@ pub fn check_volume_size(size_bytes: u64, format: Option<VolumeFormat>) -> Resul
     Ok(())
 }
 
+/// Checks the guaranteed bytes of a thin volume of `size_bytes`.
+pub fn check_volume_reserve(reserve_bytes: u64, size_bytes: u64) -> Result<(), PoolError> {
+    reserve_chunk_count(reserve_bytes, size_bytes).map(drop)
+}
+
+fn reserve_chunk_count(reserve_bytes: u64, size_bytes: u64) -> Result<u32, PoolError> {
+    let refuse = |rule| Err(PoolError::Size { quantity: "reserve", value: reserve_bytes, rule });
+    if !reserve_bytes.is_multiple_of(CHUNK_BYTES) {
+        return refuse("is not a multiple of 2 MiB".to_owned());
+    }
+    match u32::try_from(reserve_bytes / CHUNK_BYTES) {
+        Ok(chunks) if reserve_bytes <= size_bytes => Ok(chunks),
+        _ => refuse(format!("exceeds the size of the volume, {}", Size(size_bytes).rounded())),
+    }
+}
+
 pub(in crate::pool) fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
     VolumeInfo {
         name: entry.record.name.to_string(),
         uuid: entry.record.uuid,
         format: entry.record.format,
         size_bytes: entry.record.size_bytes(),
+        reserve_bytes: entry.record.reserve_bytes(),
         allocated_bytes: u64::from(entry.allocated()) * CHUNK_BYTES,
         extents: entry.extents().len() as u32,
         thin: entry.record.thin,

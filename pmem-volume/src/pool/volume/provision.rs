@@ -46,7 +46,8 @@ fn indexes(range: &Range<u64>) -> Range<u32> {
 }
 
 impl<M: Media> Pool<M> {
-    /// Allocates chunks for the `holes` of an open volume, all of them or none.
+    /// Allocates chunks for the `holes` of an open volume, all of them or none. Beyond the reserve
+    /// of the volume, chunks that were promised to other volumes are not used.
     ///
     /// 1. Take clean chunks. If too few are clean, erase waiting ones first. If too few wait, wait
     ///    until lent ones are returned ([`Pool::next_recall`]).
@@ -61,6 +62,8 @@ impl<M: Media> Pool<M> {
         loop {
             // Checked again after each unlock, because another thread may have filled some of them.
             holes.retain(|index| map.get(*index).is_none());
+            let entry = &state.volumes[&slot];
+            state.check_promise(entry.promised(), entry.promised_with(holes.len() as u32))?;
             match state.missing_clean(holes.len() as u32) {
                 0 => break,
                 missing if missing > state.scrub.pending() => {
@@ -88,8 +91,7 @@ impl<M: Media> Pool<M> {
         let chunks = added.len() as u32;
         state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
-        let entry = state.volumes.get_mut(&slot).expect("an open volume exists");
-        entry.insert_chunks(&added);
+        state.change_volume(slot, |entry| entry.insert_chunks(&added));
         Ok(added)
     }
 }

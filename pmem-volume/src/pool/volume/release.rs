@@ -63,7 +63,7 @@ impl<M: Media> Pool<M> {
             return Ok((0, kept));
         }
         withdrawn.sort_unstable();
-        state.volumes.get_mut(&slot).expect("an open volume exists").remove_chunks(&withdrawn);
+        state.change_volume(slot, |entry| entry.remove_chunks(&withdrawn));
         let mut chunks: Vec<_> = withdrawn.into_iter().map(|(_, chunk)| chunk).collect();
         chunks.sort_unstable();
         let count = chunks.len() as u64;

@@ -118,9 +118,7 @@ impl<M: Media> Pool<M> {
     /// Plans a growth that is possible once enough chunks are clean.
     fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
-        let added_chunks = chunks - entry.record.chunks;
-        let record =
-            VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
+        let record = entry.record.resized(self.next_sequence(slot)?, chunks);
         let extension = match record.format {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
@@ -139,10 +137,9 @@ impl<M: Media> Pool<M> {
                 })?)
             }
         };
-        if added_chunks > state.unpromised_chunks() {
-            return Err(state.pool_full(u64::from(added_chunks) * CHUNK_BYTES));
-        }
-        let indexes = match &extension {
+        // Compared first, because a thick volume needs an index for each of its chunks.
+        state.check_promise(entry.promised(), record.reserve_chunks)?;
+        let indexes: Vec<_> = match &extension {
             Some(extension) if record.thin => {
                 let stored = stored_indexes(record.size_bytes(), |media| {
                     extension.format(media)?;
@@ -157,6 +154,8 @@ impl<M: Media> Pool<M> {
             None if record.thin => vec![],
             _ => (entry.record.chunks..chunks).collect(),
         };
+        let allocated = entry.allocated() + indexes.len() as u32;
+        state.check_promise(entry.promised(), record.reserve_chunks.max(allocated))?;
         Ok(Growth { indexes, record, extension })
     }
 
@@ -174,7 +173,6 @@ impl<M: Media> Pool<M> {
     ) -> Result<VolumeInfo, PoolError> {
         let Growth { indexes, record, extension } = growth;
         let entry = &state.volumes[&slot];
-        let old_chunks = entry.record.chunks;
         let after = indexes.first().and_then(|first| entry.last_chunk_before(*first));
         let mut chunks = entry.chunks.clone();
         chunks.extend(self.take_chunks(state, slot, &indexes, after, Search::Best)?);
@@ -191,14 +189,10 @@ impl<M: Media> Pool<M> {
                 self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
             }
         }
-        let entry = state.volumes.get_mut(&slot).expect("found above");
-        (entry.record, entry.chunks) = (record, chunks);
-        let new_chunks = entry.record.chunks;
-        let info = volume_info(entry);
+        state.change_volume(slot, |entry| (entry.record, entry.chunks) = (record, chunks));
         state.counts.scrubbing -= indexes.len() as u32;
         state.counts.volume += indexes.len() as u32;
-        state.promised_chunks += u64::from(new_chunks - old_chunks);
-        Ok(info)
+        Ok(volume_info(&state.volumes[&slot]))
     }
 
     /// Returns the words of the transaction, which link the new arenas of a BTT and update both
@@ -224,18 +218,13 @@ impl<M: Media> Pool<M> {
     ///
     /// When the call returns, the chunks wait to be erased.
     fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
-        let record = VolumeRecord {
-            sequence: self.next_sequence(slot)?,
-            chunks,
-            ..state.volumes[&slot].record.clone()
-        };
-        let offsets = self.superblock.volume_record_offsets(slot);
-        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        let entry = state.volumes.get_mut(&slot).expect("found by the caller");
-        state.promised_chunks -= u64::from(entry.record.chunks - chunks);
-        entry.record = record;
-        let kept = entry.chunks.partition_point(|(index, _)| *index < chunks);
-        let removed = entry.chunks.split_off(kept);
+        let record = state.volumes[&slot].record.resized(self.next_sequence(slot)?, chunks);
+        self.write_record(state, record)?;
+        let mut removed = vec![];
+        state.change_volume(slot, |entry| {
+            let kept = entry.chunks.partition_point(|(index, _)| *index < chunks);
+            removed = entry.chunks.split_off(kept);
+        });
         let removed = runs(removed.into_iter().map(|(_, chunk)| chunk));
         self.release_chunks(state, &removed)?;
         Ok(volume_info(&state.volumes[&slot]))

@@ -106,7 +106,7 @@ impl<M: Media> Pool<M> {
         let split = |reason| PoolError::Split { name: name.to_owned(), reason };
         let sizes = sizes(parts, entry.record.size_bytes()).map_err(split)?;
         let chunks = check_sizes(parts, &sizes, entry.record.format).map_err(split)?;
-        let records = self.plan_parts(state, slot, parts, &chunks)?;
+        let mut records = self.plan_parts(state, slot, parts, &chunks)?;
         if entry.record.format == VolumeFormat::Btt {
             let extents = entry.extents();
             let size_bytes = entry.record.size_bytes();
@@ -117,7 +117,9 @@ impl<M: Media> Pool<M> {
             self.check_split_space(&chunks)?;
         }
         let is_hole = |index: &u32| entry.chunk_at(*index).is_none();
-        let holes = records.iter().flat_map(metadata_indexes).filter(is_hole).collect();
+        let holes: Vec<_> = records.iter().flat_map(metadata_indexes).filter(is_hole).collect();
+        state.check_promise(entry.promised(), entry.promised_with(holes.len() as u32))?;
+        share_reserve(entry, &holes, &mut records);
         Ok(SplitPlan { slot, records, holes })
     }
 
@@ -150,6 +152,7 @@ impl<M: Media> Pool<M> {
                 thin: old.thin,
                 part: Some(part),
                 chunks: *chunks,
+                reserve_chunks: *chunks,
                 created_unix_s: unix_now_s(),
             });
             index += chunks;
@@ -170,17 +173,15 @@ impl<M: Media> Pool<M> {
     ) -> Result<Vec<Slot>, PoolError> {
         let words = self.latch(self.split_words(&records))?;
         self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
-        let old = state.volumes.remove(&slot).expect("found by the caller");
-        state.promised_chunks -= u64::from(old.record.chunks);
+        let old = state.remove_volume(slot);
         let slots: Vec<_> = records.iter().map(|record| record.slot).collect();
         let mut chunks = old.chunks.into_iter().peekable();
         for record in records {
-            let first = record.part.expect("planned as a part").index;
+            let first = first_index(&record);
             let is_own = |(index, _): &(u32, ChunkId)| *index < first + record.chunks;
             let own = std::iter::from_fn(|| chunks.next_if(is_own));
             let own = own.map(|(index, chunk)| (index - first, chunk)).collect();
-            state.promised_chunks += u64::from(record.chunks);
-            state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
+            state.insert_volume(VolumeEntry { record, chunks: own });
         }
         self.latch(store_part_owners(self.media(), &self.superblock, &state.volumes, &slots))?;
         state.open_volumes.extend(&slots);
@@ -241,6 +242,28 @@ fn metadata_indexes(part: &VolumeRecord) -> Vec<u32> {
         true => btt_indexes(part).into_iter().map(|own| index + own).collect(),
         false => vec![],
     }
+}
+
+/// Divides the reserve of a volume among its parts. A part gets its allocated chunks, and the rest
+/// in the order of the parts, so that the sum of the promises stays the same.
+fn share_reserve(entry: &VolumeEntry, holes: &[u32], parts: &mut [VolumeRecord]) {
+    let mut rest = entry.promised_with(holes.len() as u32);
+    let allocated = entry.chunks.iter().map(|(index, _)| *index).chain(holes.iter().copied());
+    let mut counts = vec![0; parts.len()];
+    for index in allocated {
+        let part = parts.partition_point(|part| first_index(part) <= index) - 1;
+        counts[part] += 1;
+        rest -= 1;
+    }
+    for (part, allocated) in parts.iter_mut().zip(counts) {
+        let unallocated = rest.min(part.chunks - allocated);
+        part.reserve_chunks = allocated + unallocated;
+        rest -= unallocated;
+    }
+}
+
+fn first_index(part: &VolumeRecord) -> u32 {
+    part.part.expect("planned as a part").index
 }
 
 /// Number of words in both copies of a record.

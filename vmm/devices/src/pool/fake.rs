@@ -160,6 +160,7 @@ impl PmPool for FakePool {
         PoolInfo {
             total_bytes,
             promised_bytes: if volume_bytes > 0 { total_bytes } else { 0 },
+            provisioned_bytes: if volume_bytes > 0 { total_bytes } else { 0 },
             volume_bytes,
             free_bytes,
             memory_bytes,
@@ -200,6 +201,7 @@ pub fn empty_info() -> PoolInfo {
         reserve_bytes: 0,
         reserved_bytes: 0,
         promised_bytes: 0,
+        provisioned_bytes: 0,
         metadata_bytes: 0,
         volume_bytes: 0,
         memory_bytes: 0,

@@ -59,7 +59,10 @@ impl Expose for PoolMetrics {
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
         let help = "Bytes not available to memory: volumes, and the free part of the reserve.";
         out.bytes("pool_reserved", help, with(info.reserved_bytes));
-        out.bytes("pool_promised", "Sizes of all volumes.", with(info.promised_bytes));
+        let help =
+            "Guaranteed bytes of all volumes, or their allocated bytes where these are more.";
+        out.bytes("pool_promised", help, with(info.promised_bytes));
+        out.bytes("pool_provisioned", "Sizes of all volumes.", with(info.provisioned_bytes));
         let scrubbed =
             Family("pool_scrubbed", "Bytes erased since the pool was opened.", Some(Unit::Bytes));
         out.counters(scrubbed, with(source.scrubbed_bytes()));
@@ -86,6 +89,7 @@ mod tests {
         let text = Metrics::new("db").encode(&PoolMetrics::new("p".to_owned(), &pool)).unwrap();
         for line in [
             "promised_bytes{vm=\"db\",pool=\"p\"} 8388608",
+            "provisioned_bytes{vm=\"db\",pool=\"p\"} 8388608",
             "reserved_bytes{vm=\"db\",pool=\"p\"} 16777216",
         ] {
             assert!(text.contains(&format!("\nforeshore_pool_{line}\n")), "{line}: {text}");

@@ -138,7 +138,7 @@ impl UsageMonitor {
 
 impl MonitorState {
     fn step(&mut self, now: Duration, info: &PoolInfo) -> Option<Crossing> {
-        self.has_had_holes |= info.promised_bytes > info.volume_bytes;
+        self.has_had_holes |= info.provisioned_bytes > info.volume_bytes;
         if !self.has_had_holes {
             return None;
         }

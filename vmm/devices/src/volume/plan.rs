@@ -325,6 +325,7 @@ mod tests {
             uuid,
             format,
             size_bytes,
+            reserve_bytes: size_bytes,
             allocated_bytes: size_bytes,
             extents: 1,
             thin: false,

@@ -216,6 +216,7 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  unsupported 
             reserve_bytes: 256 << 20,
             reserved_bytes: 256 << 20,
             promised_bytes: 104 << 20,
+            provisioned_bytes: 104 << 20,
             lendable_bytes: 508 << 20,
             borrowable_bytes: 0,
             volumes: 2,

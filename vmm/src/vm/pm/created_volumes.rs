@@ -30,7 +30,10 @@ impl CreatedVolumes {
     ) -> Result<(), PoolError> {
         let PmVolumeConfig { pool: path, name, format, thin, .. } = config;
         let size = VolumeSize::Bytes(size_bytes);
-        pool.create_volume(name, VolumeOptions { size, format: *format, thin: *thin })?;
+        pool.create_volume(
+            name,
+            VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: None },
+        )?;
         self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
     }

@@ -57,6 +57,7 @@ impl OpenPool {
             reserve_bytes: info.reserve_bytes,
             reserved_bytes: info.reserved_bytes,
             promised_bytes: info.promised_bytes,
+            provisioned_bytes: info.provisioned_bytes,
             lendable_bytes: info.lendable_bytes,
             borrowable_bytes: info.borrowable_bytes,
             volumes: info.volumes,

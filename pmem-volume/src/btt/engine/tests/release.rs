@@ -292,7 +292,11 @@ fn discard_in_a_thin_volume_of_a_pool_releases_chunks() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let pool = crate::Pool::create(&folder.path().join("pool"), 64 << 20, 0).unwrap();
     let (size, format) = (crate::VolumeSize::Bytes(VOLUME_BYTES), crate::VolumeFormat::Btt);
-    pool.create_volume_with("v", crate::VolumeOptions { size, format, thin: true }).unwrap();
+    pool.create_volume_with(
+        "v",
+        crate::VolumeOptions { size, format, thin: true, reserve_bytes: None },
+    )
+    .unwrap();
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
     let before = engine.space().allocated_bytes();
     fill(&engine, 0..2500, 1);

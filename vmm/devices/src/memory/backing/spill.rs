@@ -315,7 +315,8 @@ mod tests {
         drop(pmem_volume::Pool::create(&path, POOL + 4 * MIB, 0).unwrap());
         let local = LocalPool::open(&path, None).unwrap();
         let size = VolumeSize::Bytes(VOLUME);
-        let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true };
+        let options =
+            VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None };
         local.create_volume("thin", options).unwrap();
         local.lend_promised(Some(32 * MIB));
         let pool: Arc<dyn PmPool> = local.clone();
