@@ -182,6 +182,7 @@ fn volume() -> VolumeInfo {
         pool: "/pm/pool".to_owned(),
         name: "data".to_owned(),
         size_bytes: 96 << 20,
+        reserve_bytes: 50 << 20,
         allocated_bytes: Some(98 << 20),
         interface: "nvdimm".to_owned(),
         readonly: false,

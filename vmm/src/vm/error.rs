@@ -85,7 +85,9 @@ impl BuildError {
                 PoolError::VolumeUnusable { .. } => "; see `pmvol check`",
                 PoolError::InUse { .. } | PoolError::DeviceReadOnly { .. } => "; see `pmvol info`",
                 PoolError::NoSuchVolume { .. } => "; create the volume with `pmvol volume create`",
-                PoolError::PoolFull { .. } => "; grow the pool with `pmvol grow`",
+                PoolError::PoolFull { .. } => {
+                    "; grow the pool with `pmvol grow`, or reserve less with reserve="
+                }
                 _ => "",
             };
             device(FailedPool { error: err, remedy })

@@ -96,6 +96,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Bytes of a pool that are guaranteed to the disk. `None` if the disk is not in a pool.
+    fn reserve_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Bytes of a pool that the disk occupies. `None` if the disk is not in a pool.
     fn allocated_bytes(&self) -> Option<u64> {
         None

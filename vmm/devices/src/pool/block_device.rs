@@ -127,6 +127,10 @@ impl BlockDevice for ServedVolume {
         })
     }
 
+    fn reserve_bytes(&self) -> Option<u64> {
+        Some(self.engine.read(|engine| engine.space().info().reserve_bytes))
+    }
+
     fn allocated_bytes(&self) -> Option<u64> {
         Some(self.engine.read(|engine| engine.space().allocated_bytes()))
     }

@@ -107,6 +107,14 @@ impl Sizes {
         }
     }
 
+    /// Guaranteed bytes of the volume. Volumes that are mapped are guaranteed as a whole.
+    pub fn reserve_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfDevice(device) => device.upgrade()?.reserve_bytes(),
+        }
+    }
+
     /// Bytes of the pool that the volume occupies.
     pub fn allocated_bytes(&self) -> Option<u64> {
         match self {

@@ -117,6 +117,8 @@ section! {
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
         thin: bool = false => "Create a thin volume, which gets space when it is written",
+        reserve: Option<u64>
+            => "Guaranteed part of a thin volume, from 0 to its size; all of it by default",
         readonly: bool = false => "Refuse writes of the guest",
         force: bool = false => "Attach the volume even if it is damaged or the interface is unsafe",
     }
@@ -177,7 +179,21 @@ impl PmVolumeConfig {
             _ if self.thin && self.format == VolumeFormat::Raw => {
                 conflict(format!("volume {} with format=raw cannot be thin", self.name))
             }
-            _ => Ok(()),
+            _ if self.reserve.is_some() && !self.thin => {
+                conflict(format!("reserve= of volume {} needs thin=on", self.name))
+            }
+            _ => self.check_reserve(),
+        }
+    }
+
+    fn check_reserve(&self) -> Result<(), ConfigError> {
+        match (self.reserve, self.size) {
+            (None | Some(0), _) => Ok(()),
+            (Some(bytes), VolumeSize::Bytes(size_bytes)) if bytes > size_bytes => {
+                let because = ", the size of the volume";
+                size::check_most(Self::FLAG, "reserve", bytes, size_bytes, because)
+            }
+            (Some(bytes), _) => size::check(Self::FLAG, "reserve", bytes),
         }
     }
 }
@@ -226,6 +242,7 @@ mod tests {
             interface: VolumeInterface::VirtioPmem,
             create: true,
             thin: false,
+            reserve: None,
             readonly: false,
             force: true,
         };
@@ -288,6 +305,20 @@ mod tests {
             error("pool=/p,name=a,thin=on"),
             "--pm-volume: thin=on of volume a needs create=on"
         );
+        assert_eq!(
+            error("pool=/p,name=a,size=20M,create=on,reserve=2M"),
+            "--pm-volume: reserve= of volume a needs thin=on"
+        );
+        let thin = |keys: &str| format!("pool=/p,name=a,size=20M,create=on,thin=on,{keys}");
+        assert_eq!(
+            error(&thin("reserve=22M")),
+            "--pm-volume: reserve is 22 MiB, and must be at most 20 MiB, the size of the volume"
+        );
+        assert!(error(&thin("reserve=3M")).contains("not a multiple of 2 MiB"));
+        for reserve in ["0", "2M", "20M"] {
+            let volume = PmVolumeConfig::parse(&thin(&format!("reserve={reserve}"))).unwrap();
+            volume.validate().unwrap();
+        }
         assert_eq!(
             error("pool=/p,name=a,size=2M,create=on,thin=on,format=raw"),
             "--pm-volume: volume a with format=raw cannot be thin"

@@ -140,6 +140,9 @@ impl Expose for VolumeMetrics {
         let help = "Size of the volume as the guest sees it.";
         let size = self.sizes.size_bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_size", help, size);
+        let help = "Guaranteed bytes of the volume, which a thin volume may exceed.";
+        let reserve = self.sizes.reserve_bytes().map(|bytes| (labels.clone(), bytes));
+        out.bytes("volume_reserve", help, reserve);
         let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
         let allocated = self.sizes.allocated_bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);

@@ -61,7 +61,7 @@ pub enum PlanError {
         first: String,
     },
     #[error(
-        "volume {name:?} needs {}, but the pool has only {} left for it",
+        "volume {name:?} needs {}, but the pool has only {} left for it; grow the pool, or reserve less of thin volumes with reserve=",
         Size(*wanted_bytes), Size(*left_bytes)
     )]
     NoRoom {
@@ -145,9 +145,10 @@ pub fn plan(
     let mut free_bytes = pool.available_bytes();
     for (volume, step) in volumes.iter().zip(&steps) {
         if let Some(Step::Create(size_bytes)) = step {
-            free_bytes = free_bytes.checked_sub(*size_bytes).ok_or_else(|| PlanError::NoRoom {
+            let wanted_bytes = volume.reserve.unwrap_or(*size_bytes);
+            free_bytes = free_bytes.checked_sub(wanted_bytes).ok_or_else(|| PlanError::NoRoom {
                 name: volume.name.clone(),
-                wanted_bytes: *size_bytes,
+                wanted_bytes,
                 left_bytes: free_bytes,
             })?;
         }
@@ -399,6 +400,19 @@ mod tests {
         }
         // The pool itself refuses to shrink a BTT.
         assert_eq!(check(&thick, false, 50, 512), Ok(()));
+    }
+
+    #[test]
+    fn new_volume_needs_only_its_reserve() {
+        let planned = |reserve: &str, memory_mib| {
+            let volume = volume(&format!("name=a,size=4T,create=on,thin=on,reserve={reserve}"));
+            plan(&[&volume], &[], &pool(0), memory_mib * MIB)
+        };
+        assert_eq!(planned("420M", 600), Ok(vec![Step::Create(4 << 40)]));
+        assert!(matches!(planned("420M", 602), Err(PlanError::Promise { .. })));
+        let error = planned("2T", 0).unwrap_err();
+        assert!(error.to_string().contains("needs 2 TiB"), "{error}");
+        assert!(matches!(error, PlanError::NoRoom { .. }));
     }
 
     #[test]

@@ -298,6 +298,7 @@ _net1   rx_bytes     9
             pool: "/pm/pool".to_owned(),
             name: "data".to_owned(),
             size_bytes: 8 << 30,
+            reserve_bytes: 8 << 30,
             allocated_bytes: Some(9 << 30),
             interface: "nvdimm".to_owned(),
             readonly: false,

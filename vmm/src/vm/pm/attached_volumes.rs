@@ -106,6 +106,7 @@ impl AttachedVolume {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
             size_bytes: self.opened.sizes.size_bytes().unwrap_or(0),
+            reserve_bytes: self.opened.sizes.reserve_bytes().unwrap_or(0),
             allocated_bytes: self.opened.sizes.allocated_bytes(),
             interface: self.interface.name().to_owned(),
             readonly: self.config.readonly,

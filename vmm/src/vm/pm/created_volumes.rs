@@ -28,11 +28,11 @@ impl CreatedVolumes {
         pool: &Arc<dyn PmPool>,
         size_bytes: u64,
     ) -> Result<(), PoolError> {
-        let PmVolumeConfig { pool: path, name, format, thin, .. } = config;
+        let PmVolumeConfig { pool: path, name, format, thin, reserve, .. } = config;
         let size = VolumeSize::Bytes(size_bytes);
         pool.create_volume(
             name,
-            VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: None },
+            VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: *reserve },
         )?;
         self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
@@ -71,25 +71,27 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn volume_is_created_with_configured_name_size_and_format() {
+    fn volume_is_created_as_configured() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
         let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
         let mut created = CreatedVolumes::default();
-        for (name, format) in [("indexed", "btt"), ("plain", "raw")] {
-            let options =
-                format!("pool={},name={name},create=on,size=20M,format={format}", path.display());
+        for (name, keys) in
+            [("indexed", "format=btt"), ("plain", "format=raw"), ("thin", "thin=on,reserve=6M")]
+        {
+            let options = format!("pool={},name={name},create=on,size=20M,{keys}", path.display());
             let config = PmVolumeConfig::parse(&options).unwrap();
             created.create(&config, &pool, 20 * MIB).unwrap();
         }
         let volumes: Vec<_> = pool
             .volumes()
             .into_iter()
-            .map(|volume| (volume.name, volume.format, volume.size_bytes))
+            .map(|volume| (volume.name, volume.format, volume.size_bytes, volume.reserve_bytes))
             .collect();
-        let indexed = ("indexed".to_owned(), VolumeFormat::Btt, 20 * MIB);
-        let plain = ("plain".to_owned(), VolumeFormat::Raw, 20 * MIB);
-        assert_eq!(volumes, [indexed, plain]);
+        let indexed = ("indexed".to_owned(), VolumeFormat::Btt, 20 * MIB, 20 * MIB);
+        let plain = ("plain".to_owned(), VolumeFormat::Raw, 20 * MIB, 20 * MIB);
+        let thin = ("thin".to_owned(), VolumeFormat::Btt, 20 * MIB, 6 * MIB);
+        assert_eq!(volumes, [indexed, plain, thin]);
     }
 }
