@@ -178,10 +178,14 @@ impl State {
     /// Checks that the promise to a volume can grow from `before` to `after` chunks. The chunks
     /// that were promised to other volumes stay available, unless memory has borrowed them.
     pub(in crate::pool) fn check_promise(&self, before: u32, after: u32) -> Result<(), PoolError> {
-        match after.saturating_sub(before) {
-            more if more > self.unpromised_chunks() => Err(self.pool_full(bytes(more))),
-            _ => Ok(()),
+        match self.allows_promise(before, after) {
+            true => Ok(()),
+            false => Err(self.pool_full(bytes(after - before))),
         }
+    }
+
+    pub(in crate::pool) fn allows_promise(&self, before: u32, after: u32) -> bool {
+        after.saturating_sub(before) <= self.unpromised_chunks()
     }
 
     /// Returns the number of clean chunks that are missing for an allocation of `chunks`.

@@ -114,8 +114,13 @@ fn write_beyond_the_reserve_uses_only_unpromised_chunks() {
     assert_eq!(volume.release(&[chunk(3)], &|_| false).unwrap(), []);
     assert!(is_full(&other.provision(chunk(7))));
     volume.provision(chunk(3)).unwrap();
-    pool.free_memory(&lent).unwrap();
-    other.provision(chunk(7)).unwrap();
+    // As much space as the write lacks is needed, which is more than the part beyond the reserve.
+    assert_eq!(volume.release(&[chunk(1)], &|_| false).unwrap(), []);
+    assert!(is_full(&volume.provision(0..7 * CHUNK_BYTES)));
+    assert!(!volume.has_space() && !other.has_space());
+    pool.free_memory(&lent[..1]).unwrap();
+    assert!(volume.has_space() && other.has_space());
+    volume.provision(0..7 * CHUNK_BYTES).unwrap();
 }
 
 #[test]

@@ -157,6 +157,8 @@ pub struct Volume<M: Media = FileMedia> {
     /// Chunks of a thin volume.
     map: Option<ChunkMap>,
     released_chunks: AtomicU64,
+    /// Size of the last allocation that failed because the pool was full.
+    lacking_bytes: AtomicU64,
 }
 
 impl<M: Media> Pool<M> {
@@ -434,8 +436,9 @@ impl<M: Media> Pool<M> {
         drop(state);
         self.forget_clean_pages(&extents.iter().map(|extent| extent.run).collect::<Vec<_>>());
         let extents = if map.is_some() { vec![] } else { extents };
-        let released_chunks = AtomicU64::new(0);
-        Ok(Volume { pool: Arc::clone(self), slot, info, extents, map, released_chunks })
+        let (released_chunks, lacking_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let pool = Arc::clone(self);
+        Ok(Volume { pool, slot, info, extents, map, released_chunks, lacking_bytes })
     }
 
     /// Drops clean pages of chunks from the page cache, if this process may write to the pool.

@@ -1,6 +1,7 @@
 //! Allocation of chunks for the holes of an open thin volume.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use super::chunk_map::ChunkMap;
 use super::{Search, Volume};
@@ -8,15 +9,34 @@ use crate::CHUNK_BYTES;
 use crate::media::{Media, MediaError, is_zero};
 use crate::pool::format::chunk::ChunkId;
 use crate::pool::format::table::Slot;
-use crate::pool::{Pool, PoolError, State};
+use crate::pool::{Pool, PoolError, State, bytes};
 
 impl<M: Media> Volume<M> {
     /// Allocates chunks for the holes of a range, durably.
     #[inline(never)]
     pub(super) fn fill_holes(&self, map: &ChunkMap, range: Range<u64>) -> Result<(), MediaError> {
         assert!(range.start <= range.end && range.end <= map.len_bytes(), "outside the volume");
-        let holes = map.holes(indexes(&range)).collect();
-        self.pool.fill_holes(self.slot, map, holes).map_err(media_error)
+        self.fill(map, map.holes(indexes(&range)).collect())
+    }
+
+    /// Allocates chunks for holes. If the pool is full, records how many bytes it lacks.
+    fn fill(&self, map: &ChunkMap, holes: Vec<u32>) -> Result<(), MediaError> {
+        let filled = self.pool.fill_holes(self.slot, map, holes).map_err(media_error);
+        if let Err(MediaError::Full { needed_bytes, .. }) = &filled {
+            self.lacking_bytes.store(*needed_bytes, Ordering::Relaxed);
+        }
+        filled
+    }
+
+    /// Returns true if the pool has the space that the last failed allocation lacked. Also returns
+    /// true if the pool has failed, because another attempt then returns the failure.
+    pub fn has_space(&self) -> bool {
+        let state = self.pool.lock_state();
+        let chunks = (self.lacking_bytes.load(Ordering::Relaxed) / CHUNK_BYTES) as u32;
+        let entry = &state.volumes[&self.slot];
+        !self.pool.is_writable()
+            || chunks <= state.available_chunks()
+                && state.allows_promise(entry.promised(), entry.promised_with(chunks))
     }
 
     /// Allocates chunks for those holes into which `bytes` will be stored. Zeros need none, because
@@ -34,8 +54,7 @@ impl<M: Media> Volume<M> {
             let end = ((u64::from(*index) + 1) * CHUNK_BYTES).min(range.end);
             !is_zero(&bytes[(start - offset_bytes) as usize..(end - offset_bytes) as usize])
         };
-        let holes = map.holes(indexes(&range)).filter(has_data).collect();
-        self.pool.fill_holes(self.slot, map, holes).map_err(media_error)
+        self.fill(map, map.holes(indexes(&range)).filter(has_data).collect())
     }
 }
 
@@ -63,11 +82,14 @@ impl<M: Media> Pool<M> {
             // Checked again after each unlock, because another thread may have filled some of them.
             holes.retain(|index| map.get(*index).is_none());
             let entry = &state.volumes[&slot];
-            state.check_promise(entry.promised(), entry.promised_with(holes.len() as u32))?;
-            match state.missing_clean(holes.len() as u32) {
+            let chunks = holes.len() as u32;
+            if !state.allows_promise(entry.promised(), entry.promised_with(chunks)) {
+                return Err(state.pool_full(bytes(chunks)));
+            }
+            match state.missing_clean(chunks) {
                 0 => break,
                 missing if missing > state.scrub.pending() => {
-                    state = self.wait_for_recall(state, holes.len() as u32)?;
+                    state = self.wait_for_recall(state, chunks)?;
                 }
                 missing => state = self.erase_some(state, missing)?,
             }

@@ -129,6 +129,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Returns true if the last write that failed for lack of space may succeed now.
+    fn has_space(&self) -> bool {
+        true
+    }
+
     /// Number of BTT arenas that refuse writes because of an error.
     fn read_only_arenas(&self) -> usize {
         0

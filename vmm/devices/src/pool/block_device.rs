@@ -151,6 +151,10 @@ impl BlockDevice for ServedVolume {
         Some(Engine::compacted_bytes(self))
     }
 
+    fn has_space(&self) -> bool {
+        self.engine.read(|engine| engine.space().has_space())
+    }
+
     fn read_only_arenas(&self) -> usize {
         self.engine
             .read(|engine| engine.arenas().iter().filter(|arena| arena.read_only.is_some()).count())

@@ -50,7 +50,7 @@ impl Worker {
                 self.flushed(job, ticket, result).map(|(job, result)| (job, step, result))
             } else {
                 let result = step.execute(&**self.disk.device());
-                Some((job, step, result))
+                self.park_if_full((job, step, result))
             };
         }
         let guard = self.view.memory();

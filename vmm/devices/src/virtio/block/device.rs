@@ -10,7 +10,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::ring::IdleExecutor;
-use super::state::{Disk, DiskShape};
+use super::state::{Disk, DiskShape, FullHandler};
 use crate::device::{DeviceCounters, DeviceHandle};
 use crate::disk::{BlockDevice, ResizeError};
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
@@ -55,6 +55,11 @@ impl Block {
         BlockHandle { disk: Arc::clone(&self.disk) }
     }
 
+    /// Sets the handling of writes that find no space. Call this before the device is attached.
+    pub fn on_full(&self, handler: FullHandler) {
+        self.disk.set_on_full(handler);
+    }
+
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
         // A worker without an io_uring clears this.
@@ -89,6 +94,16 @@ impl BlockHandle {
     /// Resizes the disk and notifies the guest.
     pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
         self.disk.resize(wanted_bytes)
+    }
+
+    /// Returns whether the waiting writes may find space now. `None` if no write waits.
+    pub fn has_space_for_waiting(&self) -> Option<bool> {
+        self.disk.has_waiting_writes().then(|| self.disk.device().has_space())
+    }
+
+    /// Executes writes that wait for space again.
+    pub fn retry_writes(&self) {
+        self.disk.retry_writes();
     }
 
     pub fn metrics(&self) -> Arc<BlockMetrics> {

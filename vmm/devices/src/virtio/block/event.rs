@@ -35,6 +35,7 @@ use crate::virtio::ActiveQueue;
 const KICK: u32 = 0;
 const DONE: u32 = 1;
 const FLUSH_ENDED: u32 = 2;
+const RETRY: u32 = 3;
 
 /// Limit for the bytes that the unanswered requests of a queue copy or zero at a time. A queue at
 /// this limit takes no more requests, which then wait in the ring. The last request may exceed the
@@ -56,6 +57,10 @@ pub(super) struct Worker {
     ring: Option<Ring>,
     /// Steps that wait for execution by blocking calls, in order.
     pub(super) next: VecDeque<(Job, Step)>,
+    /// Steps that wait until the pool has space.
+    parked: Vec<(Job, Step)>,
+    /// Signaled when the parked steps must be executed again.
+    retry: Arc<EventFd>,
     pub(super) buffers: Buffers,
     /// Jobs whose flush succeeded. They wait until all flushes that overlapped with it have ended.
     awaiting_flushes: Vec<(Job, Answered)>,
@@ -113,6 +118,8 @@ impl Worker {
             features,
             ring,
             next: VecDeque::new(),
+            parked: Vec::new(),
+            retry: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             buffers: Buffers::default(),
             awaiting_flushes: Vec::new(),
             flush_ended,
@@ -152,7 +159,8 @@ impl Worker {
     /// gate is closed, available requests remain in the queue.
     fn serve_or_wait(&mut self) {
         self.serve();
-        let is_busy = self.open > 0;
+        // Parked steps do not delay a pause of the VM, because they may wait for its end.
+        let is_busy = usize::from(self.open) > self.parked.len();
         self.gate.set_busy(is_busy);
         if !is_busy && self.gate.is_closed() {
             self.queue.reschedule();
@@ -260,6 +268,19 @@ impl Worker {
                 None
             }
         }
+    }
+
+    /// Parks a step if it found no space and may wait. Otherwise, returns it with its result.
+    pub(super) fn park_if_full(
+        &mut self,
+        (job, step, result): (Job, Step, io::Result<()>),
+    ) -> Option<(Job, Step, io::Result<()>)> {
+        let is_full = |err: &io::Error| err.kind() == io::ErrorKind::StorageFull;
+        if result.as_ref().is_err_and(is_full) && self.disk.lacks_space(&self.retry) {
+            self.parked.push((job, step));
+            return None;
+        }
+        Some((job, step, result))
     }
 
     /// Records the result of a flush. Returns the job if the flush failed. If the flush succeeded,
@@ -425,8 +446,11 @@ impl Drop for Worker {
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
-        let events =
-            [(Some(&*self.flush_ended), FLUSH_ENDED), (self.ring.as_ref().map(Ring::event), DONE)];
+        let events = [
+            (Some(&*self.flush_ended), FLUSH_ENDED),
+            (Some(&*self.retry), RETRY),
+            (self.ring.as_ref().map(Ring::event), DONE),
+        ];
         for (event, data) in events {
             if let Some(event) = event
                 && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
@@ -448,6 +472,10 @@ impl MutEventSubscriber for Worker {
             KICK => self.queue.clear_kick(),
             FLUSH_ENDED => {
                 let _ = self.flush_ended.read();
+            }
+            RETRY => {
+                let _ = self.retry.read();
+                self.next.extend(self.parked.drain(..));
             }
             _ => {
                 let _ = self.ring.as_ref().map(|ring| ring.event().read());

@@ -131,6 +131,9 @@ pub struct BlockMetrics {
     pub written_bytes: AtomicU64,
     /// Buffer chains that are not valid requests, and requests that the disk refuses.
     pub bad_requests: AtomicU64,
+    /// Writes to a volume that found no space in the pool. A write that waits is counted again by
+    /// each attempt.
+    pub full_writes: AtomicU64,
     /// Number of times that a queue was stopped because its ring was invalid. A reset makes the
     /// queue usable again.
     pub broken_queues: AtomicU64,

@@ -28,7 +28,7 @@ use crate::disk::image::{ImageOptions, RawImage};
 
 pub use self::device::{Block, BlockHandle};
 pub use self::metrics::{BlockMetrics, DiskMetrics, Kind};
-pub use self::state::DiskShape;
+pub use self::state::{DiskShape, FullHandler};
 
 /// Builds the `--disk` device for an image file or a block device. The configuration must have an
 /// id.

@@ -1,7 +1,7 @@
 //! State shared by a disk's device, its workers and its handles.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -13,6 +13,7 @@ use virtio_bindings::virtio_blk::{
 };
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::flush::Flushes;
 use super::metrics::BlockMetrics;
@@ -46,6 +47,15 @@ pub struct DiskShape {
     pub read_only: bool,
 }
 
+/// Handling of writes that find no space in a pool.
+pub struct FullHandler {
+    /// Writes wait until [`BlockHandle::retry_writes`](super::BlockHandle::retry_writes) is called.
+    /// Otherwise they fail.
+    pub waits: bool,
+    /// Called for each write that fails, and for the first of those that wait.
+    pub notify: Box<dyn Fn() + Send + Sync>,
+}
+
 pub(super) struct Disk {
     shape: DiskShape,
     device: Arc<dyn BlockDevice>,
@@ -58,6 +68,9 @@ pub(super) struct Disk {
     metrics: Arc<BlockMetrics>,
     flushes: Arc<Flushes>,
     failure: FirstFailure,
+    on_full: OnceLock<FullHandler>,
+    /// Wakes the workers whose writes wait for space.
+    waiting: Mutex<Vec<Arc<EventFd>>>,
 }
 
 impl Disk {
@@ -68,7 +81,19 @@ impl Disk {
         metrics.size_bytes.store(device.size_bytes(), Ordering::Relaxed);
         let (write_back, flushes, failure) =
             (AtomicBool::new(true), Arc::default(), FirstFailure::default());
-        Self { shape, device, geometry, write_back, interrupt, metrics, flushes, failure }
+        let (on_full, waiting) = (OnceLock::new(), Mutex::default());
+        Self {
+            shape,
+            device,
+            geometry,
+            write_back,
+            interrupt,
+            metrics,
+            flushes,
+            failure,
+            on_full,
+            waiting,
+        }
     }
 
     pub(super) fn shape(&self) -> &DiskShape {
@@ -189,6 +214,42 @@ impl Disk {
     pub(super) fn forget_driver(&self) {
         self.write_back.store(true, Ordering::Release);
         *self.interrupt.lock() = None;
+        self.waiting.lock().clear();
+    }
+
+    pub(super) fn set_on_full(&self, handler: FullHandler) {
+        // A device has one handler, which is set before it is attached.
+        let _ = self.on_full.set(handler);
+    }
+
+    /// Handles a write that found no space. Returns true if the write must wait until
+    /// [`Self::retry_writes`] signals `retry`.
+    pub(super) fn lacks_space(&self, retry: &Arc<EventFd>) -> bool {
+        self.metrics.full_writes.fetch_add(1, Ordering::Relaxed);
+        let Some(FullHandler { waits, notify }) = self.on_full.get() else { return false };
+        let mut waiting = self.waiting.lock();
+        let is_first = waiting.is_empty();
+        if *waits && !waiting.iter().any(|other| Arc::ptr_eq(other, retry)) {
+            waiting.push(Arc::clone(retry));
+        }
+        drop(waiting);
+        if is_first {
+            notify();
+        }
+        *waits
+    }
+
+    /// Returns true if writes wait for space.
+    pub(super) fn has_waiting_writes(&self) -> bool {
+        !self.waiting.lock().is_empty()
+    }
+
+    /// Executes the waiting writes again.
+    pub(super) fn retry_writes(&self) {
+        for retry in self.waiting.lock().drain(..) {
+            // The counter of the event cannot overflow, because the worker resets it.
+            let _ = retry.write(1);
+        }
     }
 
     /// Stores the interrupt of the active driver.

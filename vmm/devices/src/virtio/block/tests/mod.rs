@@ -5,6 +5,7 @@ mod cache_mode;
 mod cost;
 mod device;
 mod fake;
+mod full_pool;
 mod hostile;
 mod image;
 mod job;

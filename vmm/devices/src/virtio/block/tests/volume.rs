@@ -16,7 +16,7 @@ const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const MIB: u64 = 1 << 20;
 
 /// Creates a pool in `folder` that contains a volume named `data`.
-fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
+pub(super) fn new_pool(folder: &TempDir) -> Arc<LocalPool> {
     let path = folder.path().join("pool");
     drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
     let pool = LocalPool::open(&path, None).unwrap();
