@@ -74,8 +74,8 @@ pub struct VmInfo {
     pub state: VmState,
     /// Boot memory and plugged DRAM and PM, without the memory in the balloon, in bytes.
     pub memory_actual_size: u64,
-    /// Failure that caused the VM to be paused. The failure cannot be reported to the guest, so the
-    /// VM cannot be resumed.
+    /// Reason why the VMM has paused the VM: a full pool, or a failure that cannot be reported to
+    /// the guest. After a failure, the VM cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
     /// State of the balloon, if the VM has one.

@@ -40,6 +40,9 @@ pub struct MachineParts {
     pub reset_guest: Arc<dyn Fn() + Send + Sync>,
     /// Requests that the VM task pauses the VM. The argument is the reason.
     pub pause_guest: Arc<dyn Fn(String) + Send + Sync>,
+    /// Requests that the VM task pauses the VM until its disks have space. The argument is the
+    /// reason.
+    pub wait_for_space: Arc<dyn Fn(String) + Send + Sync>,
 }
 
 /// Parts of a machine that its devices use and register themselves with.

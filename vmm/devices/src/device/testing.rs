@@ -71,6 +71,7 @@ impl FakeMachine {
             metrics: Arc::clone(&self.metrics),
             reset_guest: Arc::new(|| ()),
             pause_guest: Arc::new(|_| ()),
+            wait_for_space: Arc::new(|_| ()),
         };
         DeviceContext::new(machine).unwrap()
     }

@@ -10,6 +10,9 @@ const MAX_TEXT: usize = 500;
 /// Source and name of [`Event::PoolUsage`].
 const POOL_USAGE: (&str, &str) = ("foreshore", "pool-usage");
 
+/// Source and name of [`Event::PoolFull`].
+const POOL_FULL: (&str, &str) = ("foreshore", "pool-full");
+
 /// Event that a device defines in its own module.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceEvent {
@@ -97,6 +100,15 @@ pub enum Event<'a> {
         /// Seconds until the pool is full at the present growth. `None` if it does not grow.
         time_to_full_s: Option<u64>,
     },
+    /// A write found no space in a pool.
+    PoolFull {
+        /// Path of the pool.
+        pool: &'a str,
+        /// Volume of the write.
+        volume: &'a str,
+        /// `pause` or `error`.
+        on_full: &'a str,
+    },
     /// A device was added to the running guest.
     DeviceAdded {
         id: &'a str,
@@ -164,6 +176,7 @@ impl Event<'_> {
             Self::VolumeReplaced { .. } => ("foreshore", "volume-replaced"),
             Self::VolumeDamaged { .. } => ("foreshore", "volume-damaged"),
             Self::PoolUsage { .. } => POOL_USAGE,
+            Self::PoolFull { .. } => POOL_FULL,
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
@@ -185,6 +198,7 @@ impl Event<'_> {
             | Self::MemoryDriverUnsupported { zone, .. } => Source::Zone((*zone).to_owned()),
             Self::OfDevice { event, .. } => Source::Kind(event.source, event.name),
             Self::PoolUsage { .. } => Source::Kind(POOL_USAGE.0, POOL_USAGE.1),
+            Self::PoolFull { .. } => Source::Kind(POOL_FULL.0, POOL_FULL.1),
             _ => Source::Vm,
         }
     }
@@ -221,6 +235,11 @@ impl Event<'_> {
                 properties.extend(time);
                 properties
             }
+            Self::PoolFull { pool, volume, on_full } => vec![
+                ("pool", without_braces(pool)),
+                ("volume", without_braces(volume)),
+                ("on_full", without_braces(on_full)),
+            ],
             Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } | Self::BootFailed { reason } => {
                 vec![("reason", without_braces(reason))]

@@ -5,7 +5,7 @@ use super::event::{DeviceEvent, Event};
 const DOCUMENT: &str = include_str!("../../../../docs/reference/events.md");
 
 /// An example of each event.
-const ALL: [Event<'_>; 29] = [
+const ALL: [Event<'_>; 30] = [
     Event::VmmStarting,
     Event::VmmShutdown,
     Event::VmBooting,
@@ -28,6 +28,7 @@ const ALL: [Event<'_>; 29] = [
     Event::VolumeReplaced { pool: "p", volume: "v" },
     Event::VolumeDamaged { pool: "p", volume: "v", reason: "r" },
     Event::PoolUsage { pool: "p", threshold_percent: 80, time_to_full_s: Some(1) },
+    Event::PoolFull { pool: "p", volume: "v", on_full: "pause" },
     Event::DeviceAdded { id: "i", bdf: "b" },
     Event::DeviceRemoved { id: "i", bdf: "b" },
     Event::VcpusResized { vcpus: 4 },

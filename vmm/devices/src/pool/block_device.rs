@@ -144,11 +144,16 @@ impl BlockDevice for ServedVolume {
     }
 
     fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
-        Engine::compact(self, on_moved).map_err(io_error)
+        self.engine
+            .read(|engine| {
+                // A pass takes seconds, and requests would wait with the change.
+                engine.compact(&mut |bytes| on_moved(bytes) && !self.engine.is_change_wanted())
+            })
+            .map_err(io_error)
     }
 
     fn compacted_bytes(&self) -> Option<u64> {
-        Some(Engine::compacted_bytes(self))
+        Some(self.engine.read(Engine::compacted_bytes))
     }
 
     fn has_space(&self) -> bool {

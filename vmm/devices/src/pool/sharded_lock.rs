@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::RwLock;
 
@@ -17,6 +17,7 @@ struct Shard<T>(RwLock<Option<Arc<T>>>);
 /// different threads do not write the same cache line.
 pub(super) struct ShardedLock<T> {
     shards: [Shard<T>; SHARDS],
+    is_change_wanted: AtomicBool,
 }
 
 /// Number of the shard of this thread.
@@ -29,7 +30,10 @@ fn shard() -> usize {
 impl<T> ShardedLock<T> {
     pub(super) fn new(value: T) -> Self {
         let value = Arc::new(value);
-        Self { shards: std::array::from_fn(|_| Shard(RwLock::new(Some(Arc::clone(&value))))) }
+        Self {
+            shards: std::array::from_fn(|_| Shard(RwLock::new(Some(Arc::clone(&value))))),
+            is_change_wanted: AtomicBool::new(false),
+        }
     }
 
     /// Reads the value. `read` must not lock it again.
@@ -39,9 +43,16 @@ impl<T> ShardedLock<T> {
         read(shard.as_ref().expect("only a writer takes the value"))
     }
 
+    /// Returns true while a change waits for readers, which should then end.
+    pub(super) fn is_change_wanted(&self) -> bool {
+        self.is_change_wanted.load(Ordering::Relaxed)
+    }
+
     /// Changes the value after all readers have ended. New readers wait.
     pub(super) fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
+        self.is_change_wanted.store(true, Ordering::Relaxed);
         let mut shards = self.shards.each_ref().map(|shard| shard.0.write());
+        self.is_change_wanted.store(false, Ordering::Relaxed);
         let [mut value, ..] = shards.each_mut().map(|shard| shard.take());
         let value = value.as_mut().expect("only a writer takes the value");
         let result = change(Arc::get_mut(value).expect("all shards are empty"));
@@ -52,8 +63,6 @@ impl<T> ShardedLock<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
-
     use super::*;
 
     #[test]

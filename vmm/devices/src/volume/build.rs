@@ -3,11 +3,12 @@
 use std::slice::from_ref;
 use std::sync::{Arc, Weak};
 
+use foreshore_config::Words;
 use foreshore_types::VolumeFormat;
 use pmem_volume::Durability;
 
 use super::compactor::Compactor;
-use super::config::PmVolumeConfig;
+use super::config::{OnFull, PmVolumeConfig};
 use super::file::PmemFile;
 use super::interface::Chosen;
 use super::metrics::{VolumeCounters, VolumeMetrics};
@@ -16,6 +17,7 @@ use crate::bus::BusRange;
 use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
 use crate::disk::BlockDevice;
 use crate::events::Event;
+use crate::log::rate_limited;
 use crate::memory::Memory;
 use crate::memory::backing::Access;
 use crate::memory::layout::FLUSH_HINT_LEN;
@@ -24,7 +26,7 @@ use crate::nvdimm::{FlushHint, Nvdimm};
 use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
 use crate::pool::btt_loss::BttLoss;
 use crate::pool::{PmPool, PoolVolume, VolumeDisk};
-use crate::virtio::block::{Block, DiskShape};
+use crate::virtio::block::{Block, DiskShape, FullHandler};
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
 use crate::virtio::{new_device, new_device_with_id};
@@ -308,6 +310,7 @@ fn build_virtio_blk(
         read_only: config.readonly,
     };
     let device = Block::new(shape, device)?;
+    device.on_full(full_handler(config, context));
     let disk = device.handle();
     let (sizes, failure) = (Sizes::OfDevice(Weak::clone(&served)), disk.failure());
     let compacted = Weak::clone(&served);
@@ -323,6 +326,23 @@ fn build_virtio_blk(
     Ok(BuiltVolume { sizes, failure, device, volume: None, compactor })
 }
 
+fn full_handler(config: &PmVolumeConfig, context: &DeviceContext) -> FullHandler {
+    let (pool, volume, on_full) =
+        (config.pool.display().to_string(), config.name.clone(), config.on_full);
+    let (events, wait) =
+        (context.machine.events.clone(), Arc::clone(&context.machine.wait_for_space));
+    let notify = Box::new(move || {
+        let word = on_full.word().flag;
+        let event = Event::PoolFull { pool: &pool, volume: &volume, on_full: word };
+        events.emit_of_guest(event);
+        match on_full {
+            OnFull::Pause => wait(format!("pool-full: volume {volume} needs space in pool {pool}")),
+            OnFull::Error => rate_limited!(warn, pool, volume, "Write failed: the pool is full"),
+        }
+    });
+    FullHandler { waits: on_full == OnFull::Pause, notify }
+}
+
 fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a> {
     match loss {
         BttLoss::Replaced { .. } => Event::VolumeReplaced { pool, volume },
@@ -332,7 +352,15 @@ fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
+    use foreshore_confinement::thread::ThreadKind;
+    use vm_memory::GuestMemoryMmap;
+
     use super::*;
+    use crate::device::testing::FakeMachine;
+    use crate::event_loop::EventLoop;
+    use crate::memory::view::GuestView;
 
     #[test]
     fn mapping_depends_on_the_durability_of_the_pool() {
@@ -343,6 +371,29 @@ mod tests {
         for durability in [Volatile, PageCache, DaxSync] {
             assert_eq!(mapping(true, durability), (Access::Read, false));
         }
+    }
+
+    #[test]
+    fn full_pool_sends_an_event_and_pauses_the_vm_unless_writes_fail() {
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
+        let view = GuestView::new(GuestMemoryMmap::new());
+        let fake = FakeMachine::default();
+        let mut context = fake.context(view, event_loop.handle());
+        let (sender, paused) = mpsc::channel();
+        context.machine.wait_for_space = Arc::new(move |reason| sender.send(reason).unwrap());
+        let reason = "pool-full: volume v needs space in pool /p";
+        for (keys, expected) in
+            [("", Some(reason)), (",on_full=pause", Some(reason)), (",on_full=error", None)]
+        {
+            let config = PmVolumeConfig::parse(&format!("pool=/p,name=v{keys}")).unwrap();
+            let handler = full_handler(&config, &context);
+            (handler.notify)();
+            assert_eq!(paused.try_recv().ok().as_deref(), expected, "{keys}");
+            assert_eq!(handler.waits, expected.is_some());
+        }
+        let emitted = fake.events.counters().emitted();
+        let full = emitted.into_iter().find(|(event, _)| *event == ("foreshore", "pool-full"));
+        assert_eq!(full.unwrap().1, 3);
     }
 
     #[test]

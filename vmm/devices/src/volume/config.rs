@@ -28,6 +28,16 @@ words! {
     }
 }
 
+words! {
+    /// Effect of a write of the guest that finds no space in the pool.
+    pub enum OnFull {
+        /// The write waits, and the VM is paused until the pool has space.
+        Pause = "pause" "pause",
+        /// The write fails with an I/O error.
+        Error = "error" "error",
+    }
+}
+
 /// Size of a volume. In JSON, it is a number of bytes or `"remaining"`, as in the flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VolumeSize {
@@ -119,6 +129,7 @@ section! {
         thin: bool = false => "Create a thin volume, which gets space when it is written",
         reserve: Option<u64>
             => "Guaranteed part of a thin volume, from 0 to its size; all of it by default",
+        on_full: OnFull = OnFull::Pause => "Effect of a write that finds no space in the pool",
         readonly: bool = false => "Refuse writes of the guest",
         force: bool = false => "Attach the volume even if it is damaged or the interface is unsafe",
     }
@@ -243,6 +254,7 @@ mod tests {
             create: true,
             thin: false,
             reserve: None,
+            on_full: OnFull::Pause,
             readonly: false,
             force: true,
         };
@@ -315,6 +327,7 @@ mod tests {
             "--pm-volume: reserve is 22 MiB, and must be at most 20 MiB, the size of the volume"
         );
         assert!(error(&thin("reserve=3M")).contains("not a multiple of 2 MiB"));
+        assert!(error(&thin("on_full=stop")).contains("pause or error"));
         for reserve in ["0", "2M", "20M"] {
             let volume = PmVolumeConfig::parse(&thin(&format!("reserve={reserve}"))).unwrap();
             volume.validate().unwrap();

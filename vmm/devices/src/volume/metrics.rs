@@ -121,6 +121,14 @@ impl VolumeMetrics {
         }
     }
 
+    /// Returns how often a write found no space. `None` for mapped volumes, which are thick.
+    fn full_writes(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { disk, .. } => Some(get(&disk.full_writes)),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => {
@@ -163,6 +171,9 @@ impl Expose for VolumeMetrics {
         );
         let bad = Family("volume_bad_requests", "Requests refused by the device.", None);
         out.counters(bad, self.bad_requests().map(|count| (labels.clone(), count)));
+        let help = "Attempts to write that found no space in the pool.";
+        let full = Family("volume_full_writes", help, None);
+        out.counters(full, self.full_writes().map(|count| (labels.clone(), count)));
         self.expose_translation(out, &labels);
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
             disk.expose_operations(out, "volume_operations", "volume_operation", &labels);

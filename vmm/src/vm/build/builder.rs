@@ -227,7 +227,7 @@ fn machine_parts(
     device_loop: &EventLoop,
     events: &EventSender,
 ) -> MachineParts {
-    let (reset, pause) = (events.clone(), events.clone());
+    let (reset, pause, full) = (events.clone(), events.clone(), events.clone());
     MachineParts {
         io_events: Arc::clone(&hypervisor.vm) as _,
         interrupts: Arc::clone(&hypervisor.vm) as _,
@@ -239,6 +239,7 @@ fn machine_parts(
         metrics: Arc::clone(resources.metrics()),
         reset_guest: Arc::new(move || reset.send(MachineEvent::GuestReset)),
         pause_guest: Arc::new(move |reason| pause.send(MachineEvent::MustPause { reason })),
+        wait_for_space: Arc::new(move |reason| full.send(MachineEvent::PoolFull { reason })),
     }
 }
 

@@ -23,6 +23,7 @@ use foreshore_devices::memory::dimms::Dimms;
 use foreshore_devices::memory::zone::ZoneSpec;
 use foreshore_devices::metrics::Registration;
 use foreshore_devices::virtio::balloon::BalloonHandle;
+use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::virtio::mem::MemHandle;
 use foreshore_devices::virtio::zone_device::ZoneDevice;
 use foreshore_devices::volume::guest_btt::VolumeKey;
@@ -100,6 +101,16 @@ impl Machine for KvmMachine {
         self.context.work.release();
         self.clock.release();
         self.vcpus.resume();
+        self.retry_writes();
+    }
+
+    fn has_space_for_waiting(&self) -> Option<bool> {
+        let states = self.devices.handles().filter_map(BlockHandle::has_space_for_waiting);
+        states.reduce(|one, other| one || other)
+    }
+
+    fn retry_writes(&self) {
+        self.devices.handles().for_each(BlockHandle::retry_writes);
     }
 
     /// The devices are stopped after the vCPUs, because an exit may wait for a device's worker

@@ -8,6 +8,7 @@
 //! ```
 
 pub(super) mod cached_value;
+mod full_pool;
 mod machine;
 mod restart;
 mod state;
@@ -25,6 +26,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{error, info};
 
+use self::full_pool::FullPool;
 pub use self::machine::{DeviceHotplug, Machine, MachineFactory, MachineResize};
 pub use self::restart::RestartMetrics;
 use self::state::{RestartGuard, Verb};
@@ -57,6 +59,8 @@ pub enum MachineEvent {
     VcpuEjected { index: u8 },
     /// A failure occurred that cannot be reported to the guest, so the VM must be paused.
     MustPause { reason: String },
+    /// A write waits for space in a pool, so the VM must be paused until the pool has space.
+    PoolFull { reason: String },
 }
 
 impl MachineEvent {
@@ -101,6 +105,7 @@ impl EventSender {
     /// - Each ejection follows exactly one request of the VM task (`PciSlots`, `Plug`).
     /// - The sender of `MustPause` has already stopped the vCPUs by the inhibitor, so each vCPU
     ///   sends at most the events of its current exit.
+    /// - A disk sends one `PoolFull` before the VM task retries its writes.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
@@ -144,6 +149,8 @@ struct Vm {
     restart_at: Option<Instant>,
     /// Reason for a pause after a failure. The machine must not be resumed.
     failure: Option<String>,
+    /// Wait for space in a pool.
+    full_pool: Option<FullPool>,
     /// Power-off or reset by the guest during a pause. It takes effect on resume.
     kept: Option<MachineEvent>,
 }
@@ -160,6 +167,7 @@ impl Vm {
             restarts: RestartGuard::default(),
             restart_at: None,
             failure: None,
+            full_pool: None,
             kept: None,
         }
     }
@@ -173,7 +181,8 @@ impl Vm {
     fn pause(&mut self) -> Result<Standstill, VmError> {
         let next = state::next(self.state, Verb::Pause)?;
         let standstill = self.running("vm.pause")?.pause();
-        self.state = next;
+        // A pause by a client lasts until the client resumes the VM.
+        (self.state, self.full_pool) = (next, None);
         Ok(standstill)
     }
 
@@ -202,6 +211,7 @@ impl Vm {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
         (self.failure, self.kept, self.restart_at) = (None, None, None);
+        self.full_pool = None;
         // The client may have fixed the cause of the restarts.
         self.restarts = RestartGuard::default();
         self.state = next;
@@ -226,7 +236,7 @@ impl Vm {
             config: self.config.clone(),
             state: self.state,
             memory_actual_size: self.config.memory.boot_bytes(),
-            pause_reason: self.failure.clone(),
+            pause_reason: self.failure.clone().or_else(|| self.pool_full_reason()),
             balloon: None,
             guest_kernel: None,
             device_tree: None,
@@ -408,7 +418,7 @@ impl<F: MachineFactory> VmTask<F> {
         }
         loop {
             // Events are handled before requests, so that no answer contains an outdated state.
-            let restart_at = self.restart_at();
+            let (restart_at, check_at) = (self.restart_at(), self.full_pool_check_at());
             let flow = tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.handle_event(event),
@@ -419,6 +429,10 @@ impl<F: MachineFactory> VmTask<F> {
                     Flow::Continue
                 }
                 () = restart::due(restart_at) => self.restart(),
+                () = restart::due(check_at) => {
+                    self.check_full_pool();
+                    Flow::Continue
+                }
                 request = requests.recv() => match request {
                     Some(request) => self.serve(request),
                     None => Flow::End(Ok(())),
@@ -484,7 +498,9 @@ impl<F: MachineFactory> VmTask<F> {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let emitter = self.emitter.clone();
-        self.vm()?.may_resume()?;
+        let vm = self.vm()?;
+        vm.may_resume()?;
+        vm.full_pool.iter_mut().for_each(|full| full.run(Instant::now()));
         self.pauses_over += 1;
         emitter.emit(Event::VmResuming);
         let vm = self.vm()?;
@@ -523,7 +539,8 @@ impl<F: MachineFactory> VmTask<F> {
         emitter.emit(Event::VmResizing);
         vm.carry_out(plan)?;
         emitter.emit(Event::VmResized);
-        Ok(())
+        // Only a running guest can return the memory that the pool lacks.
+        if vm.pool_full_reason().is_some() { self.resume() } else { Ok(()) }
     }
 
     fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
@@ -573,6 +590,7 @@ impl<F: MachineFactory> VmTask<F> {
         let events = EventSender::new(self.generation, self.sender.clone());
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
         (vm.failure, vm.kept, vm.restart_at) = (None, None, None);
+        vm.full_pool = None;
         vm.config.name_devices();
         let built = self.factory.build(&vm.config, events);
         let mut machine = built.inspect_err(|error| {
@@ -624,6 +642,10 @@ impl<F: MachineFactory> VmTask<F> {
                 vm.machine.iter_mut().for_each(|machine| machine.vcpu_ejected(index));
                 Flow::Continue
             }
+            MachineEvent::PoolFull { reason } => {
+                self.wait_for_space(reason);
+                Flow::Continue
+            }
             MachineEvent::MustPause { reason } => {
                 error!(
                     %reason,
@@ -636,6 +658,7 @@ impl<F: MachineFactory> VmTask<F> {
                     tokio::task::spawn_blocking(machine.pause());
                     vm.state = VmState::Paused;
                     vm.failure.get_or_insert(reason);
+                    vm.full_pool = None;
                 }
                 Flow::Continue
             }

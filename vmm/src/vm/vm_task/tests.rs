@@ -3,6 +3,7 @@
 mod busy;
 mod devices;
 mod emitted_events;
+mod full_pool;
 mod pauses;
 mod sizes;
 
@@ -30,6 +31,9 @@ type Log = Arc<Mutex<Vec<&'static str>>>;
 
 /// Label of the resize step that fails for lack of host memory, if any.
 type FailingStep = Arc<Mutex<Option<&'static str>>>;
+
+/// Whether the writes that wait for space may find it. `None` if none wait.
+type HasSpace = Arc<Mutex<Option<bool>>>;
 
 /// Calls of a machine that block until a sender is dropped.
 #[derive(Clone, Default)]
@@ -61,6 +65,7 @@ struct FakeMachine {
     delays: Delays,
     zones: Vec<ZoneSpec>,
     failing_step: FailingStep,
+    has_space: HasSpace,
 }
 
 impl Machine for FakeMachine {
@@ -71,6 +76,12 @@ impl Machine for FakeMachine {
         self.log.lock().push("pause");
         let delays = self.delays.clone();
         Box::new(move || delays.wait("stand still"))
+    }
+    fn has_space_for_waiting(&self) -> Option<bool> {
+        *self.has_space.lock()
+    }
+    fn retry_writes(&self) {
+        self.log.lock().push("retry");
     }
     fn press_power_button(&mut self) {
         self.log.lock().push("power button");
@@ -181,6 +192,7 @@ pub(crate) struct FakeFactory {
     fail_from: Option<usize>,
     delays: Delays,
     failing_step: FailingStep,
+    has_space: HasSpace,
 }
 
 impl MachineFactory for FakeFactory {
@@ -200,7 +212,8 @@ impl MachineFactory for FakeFactory {
         let (log, delays) = (Arc::clone(&self.log), self.delays.clone());
         let zones = Topology::of(config).unwrap().zones().to_vec();
         let failing_step = Arc::clone(&self.failing_step);
-        Ok(Box::new(FakeMachine { log, delays, zones, failing_step }))
+        let has_space = Arc::clone(&self.has_space);
+        Ok(Box::new(FakeMachine { log, delays, zones, failing_step, has_space }))
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
@@ -231,6 +244,7 @@ struct Fixture {
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     delays: Delays,
     failing_step: FailingStep,
+    has_space: HasSpace,
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
@@ -254,13 +268,26 @@ fn serve(
     let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
     let (pressure, delays) = (Arc::clone(&factory.pressure), factory.delays.clone());
     let failing_step = Arc::clone(&factory.failing_step);
+    let has_space = Arc::clone(&factory.has_space);
     let (handle, requests) = VmHandle::channel();
     let events = Events::start();
     let watcher = events.watch();
     let restarts = Arc::<RestartMetrics>::default();
     let task = VmTask::new(factory, at_guest_shutdown, events.clone(), Arc::clone(&restarts));
     let end = tokio::task::spawn_local(task.run(config, requests));
-    Fixture { events, watcher, restarts, handle, log, senders, pressure, delays, failing_step, end }
+    Fixture {
+        events,
+        watcher,
+        restarts,
+        handle,
+        log,
+        senders,
+        pressure,
+        delays,
+        failing_step,
+        has_space,
+        end,
+    }
 }
 
 impl Fixture {

@@ -1,0 +1,153 @@
+//! Pause of a VM because a write of its guest found no space in a pool.
+//!
+//! The VM is resumed when the pool has space. A client may also resume it, or resize its memory.
+//! The guest then runs for a while although the pool is full, because it must run to return memory
+//! or to discard data. Meanwhile, the write still waits.
+
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::{MachineFactory, Vm, VmTask};
+use crate::vm::request::VmState;
+
+/// Interval between checks whether the pool has space.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Time for which a resumed guest runs although the pool is full.
+const RUN_TIME: Duration = Duration::from_secs(10);
+
+/// Wait of a VM for space in a pool.
+#[derive(Debug)]
+pub(super) struct FullPool {
+    reason: String,
+    next_check: Instant,
+    /// Time until which the guest runs. `None` while the VM is paused.
+    runs_until: Option<Instant>,
+}
+
+/// Result of a check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Nothing,
+    /// Resume the VM.
+    Resume,
+    /// Execute the waiting writes again.
+    Retry,
+    /// Pause the VM again.
+    Pause,
+    /// No write waits any more.
+    Finish,
+}
+
+impl FullPool {
+    fn new(reason: String, now: Instant) -> Self {
+        Self { reason, next_check: now + CHECK_INTERVAL, runs_until: None }
+    }
+
+    /// Records that the guest runs again, although the pool may be full.
+    pub(super) fn run(&mut self, now: Instant) {
+        self.runs_until = Some(now + RUN_TIME);
+    }
+
+    /// Decides what to do. `has_space` is `None` if no write waits.
+    fn check(&mut self, now: Instant, has_space: Option<bool>) -> Action {
+        self.next_check = now + CHECK_INTERVAL;
+        match (self.runs_until, has_space) {
+            (None, Some(false)) => Action::Nothing,
+            (None, _) => Action::Resume,
+            (Some(_), Some(true)) => Action::Retry,
+            (Some(until), _) if now < until => Action::Nothing,
+            (Some(_), Some(false)) => Action::Pause,
+            (Some(_), None) => Action::Finish,
+        }
+    }
+}
+
+impl Vm {
+    /// Returns the reason for the pause if the VM is paused because a pool is full.
+    pub(super) fn pool_full_reason(&self) -> Option<String> {
+        let full = self.full_pool.as_ref().filter(|full| full.runs_until.is_none())?;
+        Some(full.reason.clone())
+    }
+}
+
+impl<F: MachineFactory> VmTask<F> {
+    pub(super) fn full_pool_check_at(&self) -> Option<Instant> {
+        Some(self.vm.as_ref()?.full_pool.as_ref()?.next_check)
+    }
+
+    /// Pauses the running VM, unless a client has just resumed it. In a pause by a client, nothing
+    /// changes, because the writes are retried when it ends.
+    pub(super) fn wait_for_space(&mut self, reason: String) {
+        let Some(vm) = &self.vm else { return };
+        if vm.state != VmState::Running || vm.full_pool.is_some() {
+            return;
+        }
+        warn!(%reason, "The VM is paused until the pool has space");
+        self.pause(oneshot::channel().0);
+        if let Some(vm) = &mut self.vm {
+            vm.full_pool = Some(FullPool::new(reason, Instant::now()));
+        }
+    }
+
+    pub(super) fn check_full_pool(&mut self) {
+        let Some(Vm { machine: Some(machine), full_pool: Some(full), .. }) = &mut self.vm else {
+            return;
+        };
+        match full.check(Instant::now(), machine.has_space_for_waiting()) {
+            Action::Nothing => {}
+            Action::Retry => machine.retry_writes(),
+            Action::Pause => {
+                let reason = std::mem::take(&mut full.reason);
+                self.forget_full_pool();
+                self.wait_for_space(reason);
+            }
+            Action::Finish => self.forget_full_pool(),
+            Action::Resume => {
+                self.forget_full_pool();
+                info!("The pool has space, so the VM is resumed");
+                if let Err(err) = self.resume() {
+                    warn!(%err, "Cannot resume the VM");
+                }
+            }
+        }
+    }
+
+    fn forget_full_pool(&mut self) {
+        self.vm.iter_mut().for_each(|vm| vm.full_pool = None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paused_vm_is_resumed_when_there_is_space() {
+        let now = Instant::now();
+        let mut full = FullPool::new(String::new(), now);
+        assert_eq!(full.check(now, Some(false)), Action::Nothing);
+        assert_eq!(full.next_check, now + CHECK_INTERVAL);
+        assert_eq!(full.check(now + 1000 * RUN_TIME, Some(false)), Action::Nothing);
+        assert_eq!(full.check(now, Some(true)), Action::Resume);
+        assert_eq!(full.check(now, None), Action::Resume, "a reset has dropped the writes");
+    }
+
+    #[test]
+    fn resumed_guest_runs_for_a_while_although_the_pool_is_full() {
+        let now = Instant::now();
+        let mut full = FullPool::new(String::new(), now);
+        full.run(now);
+        let end = now + RUN_TIME;
+        let before = end - Duration::from_millis(1);
+        assert_eq!(full.check(before, Some(false)), Action::Nothing);
+        assert_eq!(full.check(before, Some(true)), Action::Retry);
+        assert_eq!(full.check(before, None), Action::Nothing, "the next write may find no space");
+        assert_eq!(full.check(end, Some(true)), Action::Retry);
+        assert_eq!(full.check(end, Some(false)), Action::Pause);
+        assert_eq!(full.check(end, None), Action::Finish);
+    }
+}
