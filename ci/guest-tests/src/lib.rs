@@ -40,7 +40,7 @@ pub mod torn;
 pub mod user;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
-pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
+pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, Script, program};
 pub use guest_tools::wait::{scale_limits, wait_for, wait_until};
 pub use metrics::Metrics;
 pub use pool::Pool;

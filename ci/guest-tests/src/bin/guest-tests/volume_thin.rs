@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
-use guest_tests::{Guest, GuestBuilder, Pool};
+use guest_tests::{Guest, GuestBuilder, Pool, Script};
 use serde_json::json;
 
 use crate::blocks;
@@ -18,6 +18,8 @@ guest_tests::tests![
     compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
+    full_pool_pauses_the_vm_until_memory_is_returned: 400 x 2,
+    write_to_a_full_pool_fails_with_on_full_error: 300 x 2,
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
@@ -238,6 +240,82 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
     })?;
     ensure!(free_bytes(&guest)? >= 16 * MIB, "{}", guest.get("pool.info")?);
     guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check().map(drop)
+}
+
+/// Part of the data that is larger than the space that the pool has beside the memory.
+const OVERCOMMITTED_MIB: u64 = 176;
+/// The pool has 316 MiB, so volumes get 124 MiB until memory is returned.
+const LENT_MIB: u64 = 192;
+/// Prints the data of the volume. The numbers show misplaced sectors.
+const NUMBERS: &str = "seq 1000000000 1099999999 | head -c";
+
+/// Boots a guest whose volume is larger than the pool, and plugs memory. Then starts to write more
+/// than the pool has.
+fn write_beyond_the_pool(pool: &Pool, keys: &str) -> Result<(Guest, Script)> {
+    let volume = format!("size=1G,create=on,thin=on,reserve=32M{keys}");
+    let memory = format!("pool={},size={LENT_MIB}M", pool.name());
+    let guest = boot(guest_with(pool, &volume).pm_memory(&memory), "/dev/vda")?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": LENT_MIB * MIB }))?;
+    wait_until_plugged(&guest, "pm", LENT_MIB * MIB, IO_LIMIT)?;
+    let info = pool_info(&guest)?;
+    ensure!(info["provisioned_bytes"] == 1024 * MIB, "{info}");
+    ensure!(info["promised_bytes"].as_u64() <= Some(40 * MIB), "{info}");
+    let bytes = OVERCOMMITTED_MIB * MIB;
+    let write = format!("{NUMBERS} {bytes} | dd of=/dev/vda bs=1M iflag=fullblock oflag=direct");
+    let script = guest.start_script(IO_LIMIT, &write)?;
+    Ok((guest, script))
+}
+
+fn wait_until_paused(guest: &Guest) -> Result<()> {
+    guest.wait_until("the VM is paused because the pool is full", IO_LIMIT, || {
+        let info = guest.get("vm.info")?;
+        let reason = info["pause_reason"].as_str().unwrap_or_default();
+        Ok(info["state"] == "Paused" && reason.starts_with("pool-full: volume data"))
+    })
+}
+
+fn full_writes(guest: &Guest) -> Result<f64> {
+    guest.metric("foreshore_volume_full_writes_total", &[("volume", "data")])
+}
+
+fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
+    let pool = Pool::create("320M")?;
+    let (guest, script) = write_beyond_the_pool(&pool, "")?;
+    wait_until_paused(&guest)?;
+    let full = full_writes(&guest)?;
+    ensure!(full > 0.0, "No write found the pool full");
+    // The guest returns nothing, so the VM is paused again.
+    guest.command("vm.resume")?;
+    guest.wait_until("the write is tried again", IO_LIMIT, || Ok(full_writes(&guest)? > full))?;
+    wait_until_paused(&guest)?;
+
+    // The resize lets the guest run, and the write continues when the memory is unplugged.
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 64 * MIB }))?;
+    script.finish()?.success("dd")?;
+    wait_until_plugged(&guest, "pm", 64 * MIB, IO_LIMIT)?;
+    let info = guest.get("vm.info")?;
+    ensure!(info["state"] == "Running" && info.get("pause_reason").is_none(), "{info}");
+    let bytes = OVERCOMMITTED_MIB * MIB;
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run_within(IO_LIMIT, &format!("{NUMBERS} {bytes} | cmp -n {bytes} - /dev/vda"))?;
+    ensure!(allocated_bytes(&guest)? >= bytes, "{}", guest.get("vm.volumes")?);
+    guest.kill9()?;
+    pool.check().map(drop)
+}
+
+fn write_to_a_full_pool_fails_with_on_full_error() -> Result<()> {
+    let pool = Pool::create("320M")?;
+    let (guest, script) = write_beyond_the_pool(&pool, ",on_full=error")?;
+    let output = script.finish()?;
+    ensure!(output.code != 0, "The write has succeeded");
+    ensure!(output.stderr.contains("Input/output error"), "{}", output.stderr);
+    ensure!(full_writes(&guest)? > 0.0, "No write found the pool full");
+    ensure!(guest.get("vm.info")?["state"] == "Running", "{}", guest.get("vm.info")?);
+    // Written data can still be read.
+    let count = 64 * MIB;
+    guest.run_within(IO_LIMIT, &format!("{NUMBERS} {count} | cmp -n {count} - /dev/vda"))?;
     guest.kill9()?;
     pool.check().map(drop)
 }
