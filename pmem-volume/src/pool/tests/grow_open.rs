@@ -26,7 +26,8 @@ fn engine<M: Media>(pool: &Arc<Pool<M>>) -> Engine<Volume<M>> {
 /// Creates the volume `v`, and writes its sectors.
 fn with_volume(thin: bool) -> (Simulator, Arc<OtherPool>, Engine<OtherVolume>) {
     let (media, pool) = new_pool_of(CHUNKS, |_| {});
-    let options = VolumeOptions { size: bytes(OLD), format: VolumeFormat::Btt, thin };
+    let options =
+        VolumeOptions { size: bytes(OLD), format: VolumeFormat::Btt, thin, reserve_bytes: None };
     pool.create_volume_with("v", options).unwrap();
     let engine = engine(&pool);
     WRITTEN.into_iter().for_each(|sector| engine.write(sector, &[1; SECTOR]).unwrap());
@@ -115,7 +116,12 @@ fn growth_of_a_served_volume_without_the_log_is_detected() {
 fn grown_thin_volume_allocates_and_releases_in_its_new_arena() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
-    let options = VolumeOptions { size: bytes(OLD), format: VolumeFormat::Btt, thin: true };
+    let options = VolumeOptions {
+        size: bytes(OLD),
+        format: VolumeFormat::Btt,
+        thin: true,
+        reserve_bytes: None,
+    };
     pool.create_volume_with("v", options).unwrap();
     let mut engine = engine(&pool);
     let old_sectors = engine.sectors();

@@ -1,7 +1,6 @@
 //! Growth of volumes, and shrinking of raw volumes.
 
 use super::{Search, Space, Volume, VolumeInfo, VolumeSize, extents_of, volume_info};
-use crate::CHUNK_BYTES;
 use crate::btt::{self, BttError, Engine};
 use crate::media::Media;
 use crate::pool::alloc::memory::chunk_count;

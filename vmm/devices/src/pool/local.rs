@@ -437,7 +437,8 @@ mod tests {
         for thin in [false, true] {
             let (pool, _path, _folder) = pool();
             let size = VolumeSize::Bytes(18 * MIB);
-            let options = VolumeOptions { size, format: VolumeFormat::Btt, thin };
+            let options =
+                VolumeOptions { size, format: VolumeFormat::Btt, thin, reserve_bytes: None };
             pool.create_volume("data", options).unwrap();
             let device = pool.open_volume("data").unwrap().into_disk().unwrap().device;
             let (has_grown, rounds) = (AtomicBool::new(false), AtomicUsize::new(0));

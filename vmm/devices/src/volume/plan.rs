@@ -182,8 +182,10 @@ pub fn check_growth(
 ) -> Result<(), PlanError> {
     let found = stored.iter().find(|stored| stored.name == name);
     let found = found.ok_or_else(|| PlanError::NoVolume { name: name.to_owned() })?;
-    let (added_bytes, left_bytes) =
-        (size_bytes.saturating_sub(found.size_bytes), pool.available_bytes());
+    // Growth of a volume that is guaranteed in part needs no space yet.
+    let is_whole = found.reserve_bytes == found.size_bytes;
+    let added_bytes = if is_whole { size_bytes.saturating_sub(found.size_bytes) } else { 0 };
+    let left_bytes = pool.available_bytes();
     if added_bytes > left_bytes {
         let (name, wanted_bytes) = (name.to_owned(), added_bytes);
         return Err(PlanError::NoRoom { name, wanted_bytes, left_bytes });
@@ -398,6 +400,9 @@ mod tests {
             let (name, wanted_bytes) = ("a".to_owned(), 922 * MIB);
             assert_eq!(error, PlanError::NoRoom { name, wanted_bytes, left_bytes });
         }
+        // Growth of an overcommitted volume needs no space.
+        let overcommitted = [VolumeInfo { reserve_bytes: 2 * MIB, ..thin[0].clone() }];
+        assert_eq!(check(&overcommitted, false, 1 << 20, 512), Ok(()));
         // The pool itself refuses to shrink a BTT.
         assert_eq!(check(&thick, false, 50, 512), Ok(()));
     }

@@ -13,7 +13,7 @@ use crate::vm::error::BuildError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
-use crate::vm::pm::volumes::{choose_one, open_one};
+use crate::vm::pm::volumes::{choose_one, open_one, storage_high_bytes};
 use crate::vm::resources::pools::OpenPool;
 
 impl KvmMachine {
@@ -50,7 +50,8 @@ impl KvmMachine {
         let mut created = CreatedVolumes::default();
         let volume = open_one(config, step, &pool, &mut created)?;
         let boot_vcpus = self.vcpus.running_count();
-        let place = VolumePlace { boot_vcpus, node: 0, nvdimms: 0 };
+        let min_free_bytes = storage_high_bytes(zones, &config.pool);
+        let place = VolumePlace { boot_vcpus, node: 0, nvdimms: 0, min_free_bytes };
         let new = NewVolume { config, interface, pool: &pool, volume };
         let built = build_volume(new, &place, &mut self.memory, &self.context)
             .map_err(BuildError::device(config.flag()))?;

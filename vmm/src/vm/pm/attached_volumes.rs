@@ -26,10 +26,13 @@ pub(in crate::vm) struct Opened {
 impl Opened {
     /// Separates a volume from its device.
     pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
-        let BuiltVolume { sizes, failure, device, volume } = built;
+        let BuiltVolume { sizes, failure, device, volume, compactor } = built;
         let mut opened = Self { sizes, failure, held: Vec::new() };
         if let Some(volume) = volume {
             opened.hold(volume);
+        }
+        if let Some(compactor) = compactor {
+            opened.hold(compactor);
         }
         (device, opened)
     }

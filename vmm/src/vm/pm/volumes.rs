@@ -20,7 +20,7 @@ use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 use tracing::{info, warn};
 
-use crate::config::{PmVolumeConfig, STORAGE_HIGH_BYTES, VmConfig};
+use crate::config::{PmMemoryConfig, PmVolumeConfig, STORAGE_HIGH_BYTES, VmConfig};
 use crate::vm::error::BuildError;
 use crate::vm::numa_tables;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
@@ -58,7 +58,7 @@ pub(in crate::vm) fn attach(
             boot_vcpus: config.cpus.boot_vcpus,
             node: numa_tables::volume_node(memory.zones()),
             nvdimms: attached.nvdimms.len(),
-            min_free_bytes: storage_high_bytes(config, &volume_config.pool),
+            min_free_bytes: storage_high_bytes(&config.pm_memory, &volume_config.pool),
         };
         let built = build_volume(new, &place, memory, context)
             .map_err(BuildError::device(volume_config.flag()))?;
@@ -81,8 +81,8 @@ pub(in crate::vm) fn attach(
 }
 
 /// Returns the value of `storage_high` for a pool.
-fn storage_high_bytes(config: &VmConfig, pool: &Path) -> u64 {
-    let zone = config.pm_memory.iter().find(|zone| zone.pool == pool);
+pub(in crate::vm) fn storage_high_bytes(zones: &[PmMemoryConfig], pool: &Path) -> u64 {
+    let zone = zones.iter().find(|zone| zone.pool == pool);
     zone.map_or(STORAGE_HIGH_BYTES, |zone| zone.storage_high)
 }
 

@@ -289,7 +289,8 @@ fn space_after_random_overwrites_and_deletions_is_close_to_the_data() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let pool = Pool::create(&folder.path().join("pool"), 128 * MIB, 0).unwrap();
     let (size, format) = (VolumeSize::Bytes(112 * MIB), VolumeFormat::Btt);
-    pool.create_volume_with("v", VolumeOptions { size, format, thin: true }).unwrap();
+    pool.create_volume_with("v", VolumeOptions { size, format, thin: true, reserve_bytes: None })
+        .unwrap();
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
     let empty_bytes = engine.space().allocated_bytes();
     let mut random = Random::new(7);
