@@ -113,9 +113,12 @@ static VCPU_STARTER: OnceLock<VcpuStarter> = OnceLock::new();
 /// calls that Landlock controls.
 pub(crate) fn start_vcpu_starter() -> io::Result<()> {
     let (sender, starts) = mpsc::channel::<Start>();
+    let (confined, is_confined) = mpsc::channel();
     spawn_confined(ThreadKind::Vcpu, "_vcpus", move || {
-        starts.into_iter().for_each(|start| start())
+        confined.send(()).expect("the caller waits for it");
+        starts.into_iter().for_each(|start| start());
     })?;
+    is_confined.recv().expect("the thread is confined, or ends the process");
     VCPU_STARTER.get_or_init(|| VcpuStarter(sender));
     Ok(())
 }
