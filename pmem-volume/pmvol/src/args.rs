@@ -265,7 +265,7 @@ Examples:
         thin: bool,
         /// Guarantee only this part of a thin volume, a multiple of 2M from 0 to its size
         ///
-        /// Beyond this part, a write takes free space that no volume was promised, or finds none.
+        /// Beyond this part, a write needs free space that no volume was promised.
         #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "thin")]
         reserve: Option<u64>,
         /// Fill the volume from this image, or from stdin if it is `-`

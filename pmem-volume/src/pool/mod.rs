@@ -610,7 +610,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 const NO_PANIC: &str = "no code panics while holding the pool's state";
-const FOUND: &str = "the caller has found the volume in the same lock";
+const FOUND: &str = "the caller has found the volume under the same lock";
 const HELD: &str = "a guard outside a wait holds the state";
 
 impl<M: Media> Drop for Pool<M> {

@@ -34,7 +34,7 @@ impl VolumeEntry {
         self.promised_with(0)
     }
 
-    /// Returns the result of [`Self::promised`] after the volume has got `added` chunks.
+    /// Returns the result of [`Self::promised`] after `added` chunks are allocated to the volume.
     pub(crate) fn promised_with(&self, added: u32) -> u32 {
         self.record.reserve_chunks.max(self.allocated() + added)
     }

@@ -109,8 +109,8 @@ static VCPU_STARTER: OnceLock<VcpuStarter> = OnceLock::new();
 /// [`ThreadKind::SetUp`]: the kernel runs all filters of a thread at each `KVM_RUN`. Must be called
 /// before the calling thread has a filter.
 ///
-/// Limits of Landlock that follow do not apply to these threads, whose filter permits none of the
-/// calls that Landlock controls.
+/// Landlock limits that are set later do not apply to these threads. Their filter permits none of
+/// the calls that Landlock controls.
 pub(crate) fn start_vcpu_starter() -> io::Result<()> {
     let (sender, starts) = mpsc::channel::<Start>();
     let (confined, is_confined) = mpsc::channel();

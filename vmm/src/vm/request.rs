@@ -372,7 +372,7 @@ pub struct VolumeInfo {
     pub name: String,
     /// Size of the volume as the guest sees it.
     pub size_bytes: u64,
-    /// Guaranteed bytes in the pool, fewer than the volume has only if it is thin.
+    /// Guaranteed bytes in the pool. Smaller than the size only if the volume is thin.
     pub reserve_bytes: u64,
     /// Bytes of the pool that the volume occupies. `None` after the device has ended.
     pub allocated_bytes: Option<u64>,

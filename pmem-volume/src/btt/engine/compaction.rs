@@ -12,8 +12,8 @@
 //! btt_freelist_init). Therefore, the old block is zeroed durably before that exchange is committed
 //! ([`Exchange::run_zeros`]). It is zeroed only if no read of it is announced.
 //!
-//! Other lanes whose blocks are in units without live blocks give them away too. Otherwise, their
-//! next writes would allocate that space again.
+//! Other lanes also give away their blocks in units without live blocks. Otherwise, their next
+//! writes would allocate that space again.
 //!
 //! All steps are exchanges, so writers and readers need no further rules. The sectors are listed
 //! without a lock, and each entry is checked again under the lock of its map line. Volumes with a

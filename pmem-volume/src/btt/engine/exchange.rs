@@ -133,7 +133,7 @@ impl<'a, S: Media> Exchange<'a, S, [LaneGuard<'a>; 1]> {
         Self { common, arena, first, lanes: [lane], locked: None }
     }
 
-    /// Gives up an exchange that was not logged.
+    /// Abandons an exchange that was not logged.
     pub(super) fn into_lane(self) -> LaneGuard<'a> {
         let [lane] = self.lanes;
         lane

@@ -53,7 +53,7 @@ fn operation() -> impl Strategy<Value = Operation> {
                 thin: reserve.is_some(),
                 reserve: reserve.flatten(),
             }),
-        // Larger than the pool, so that writes and not the size use it up.
+        // Larger than the pool, so that writes can fill the pool.
         1 => name.clone().prop_map(|name| Operation::Create {
             name,
             chunks: 2 * CHUNKS,

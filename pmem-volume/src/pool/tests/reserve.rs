@@ -34,7 +34,7 @@ fn is_full<T>(result: &Result<T, MediaError>) -> bool {
     matches!(result, Err(MediaError::Full { .. }))
 }
 
-/// Way to allocate a chunk of a volume. Returns true on success.
+/// Function that allocates a chunk of a volume. Returns true on success.
 type Fill = fn(&Arc<OtherPool>, &str, u64) -> bool;
 
 fn fill(pool: &Arc<OtherPool>, name: &str, index: u64) -> bool {
@@ -114,7 +114,7 @@ fn write_beyond_the_reserve_uses_only_unpromised_chunks() {
     assert_eq!(volume.release(&[chunk(3)], &|_| false).unwrap(), []);
     assert!(is_full(&other.provision(chunk(7))));
     volume.provision(chunk(3)).unwrap();
-    // As much space as the write lacks is needed, which is more than the part beyond the reserve.
+    // The whole write needs space, not only its part beyond the reserve.
     assert_eq!(volume.release(&[chunk(1)], &|_| false).unwrap(), []);
     assert!(is_full(&volume.provision(0..7 * CHUNK_BYTES)));
     assert!(!volume.has_space() && !other.has_space());

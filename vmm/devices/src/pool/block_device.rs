@@ -72,7 +72,7 @@ impl BlockDevice for ServedVolume {
                 physical_block_bytes: block_bytes.max(PAGE_BYTES),
                 read_only: false,
                 discard: true,
-                // A discard releases chunks of a thin volume.
+                // Only a discard of a thin volume releases chunks.
                 unmap: engine.space().info().thin,
             }
         })

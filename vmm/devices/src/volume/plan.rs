@@ -198,7 +198,7 @@ pub fn check_growth(
     check_promise(pool, memory_bytes, never_lent_bytes)
 }
 
-/// Checks that the pool can lend `memory_bytes`, although it never lends `volume_bytes`.
+/// Checks that the pool can lend `memory_bytes` without `volume_bytes`, which it never lends.
 fn check_promise(pool: &PoolInfo, memory_bytes: u64, volume_bytes: u64) -> Result<(), PlanError> {
     let PoolInfo { total_bytes, reserve_bytes, .. } = *pool;
     let usable_bytes = pool.usable_bytes();

@@ -24,7 +24,7 @@ pub(in crate::vm) struct Opened {
 }
 
 impl Opened {
-    /// Separates a volume from its device.
+    /// Splits a built volume into its device and the opened volume.
     pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
         let BuiltVolume { sizes, failure, device, volume, compactor } = built;
         let mut opened = Self { sizes, failure, held: Vec::new() };

@@ -56,7 +56,7 @@ impl PmStorage {
         Self { zones, volumes, pools, usage, guest_btt }
     }
 
-    /// Place of the volume with this device, or of the NVDIMM with this name.
+    /// Index of the volume with this device, or of the NVDIMM with this name.
     pub(super) fn place_of(&self, id: &str) -> Option<usize> {
         let position =
             |is_it: &dyn Fn(&AttachedVolume) -> bool| self.volumes.iter().position(is_it);

@@ -34,7 +34,7 @@ enum Action {
     Nothing,
     /// Resume the VM.
     Resume,
-    /// Execute the waiting writes again.
+    /// Retry the waiting writes.
     Retry,
     /// Pause the VM again.
     Pause,
@@ -52,7 +52,7 @@ impl FullPool {
         self.runs_until = Some(now + RUN_TIME);
     }
 
-    /// Decides what to do. `has_space` is `None` if no write waits.
+    /// Selects the next action. `has_space` is `None` if no write waits.
     fn check(&mut self, now: Instant, has_space: Option<bool>) -> Action {
         self.next_check = now + CHECK_INTERVAL;
         match (self.runs_until, has_space) {

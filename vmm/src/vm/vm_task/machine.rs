@@ -21,7 +21,7 @@ pub trait Machine: MachineResize + DeviceHotplug {
     fn pause(&mut self) -> Standstill;
     /// Returns whether writes that wait for space in a pool may find it now. `None` if none wait.
     fn has_space_for_waiting(&self) -> Option<bool>;
-    /// Executes writes that wait for space again. A resume does so too.
+    /// Retries the writes that wait for space. A resume also retries them.
     fn retry_writes(&self);
     /// Presses the power button of the guest.
     fn press_power_button(&mut self);

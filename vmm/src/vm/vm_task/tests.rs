@@ -32,7 +32,7 @@ type Log = Arc<Mutex<Vec<&'static str>>>;
 /// Label of the resize step that fails for lack of host memory, if any.
 type FailingStep = Arc<Mutex<Option<&'static str>>>;
 
-/// Whether the writes that wait for space may find it. `None` if none wait.
+/// Result of `has_space_for_waiting`: true if the waiting writes may find space.
 type HasSpace = Arc<Mutex<Option<bool>>>;
 
 /// Calls of a machine that block until a sender is dropped.

@@ -288,7 +288,7 @@ fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
     ensure!(full > 0.0, "No write found the pool full");
     // The guest returns nothing, so the VM is paused again.
     guest.command("vm.resume")?;
-    guest.wait_until("the write is tried again", IO_LIMIT, || Ok(full_writes(&guest)? > full))?;
+    guest.wait_until("the write is retried", IO_LIMIT, || Ok(full_writes(&guest)? > full))?;
     wait_until_paused(&guest)?;
 
     // The resize lets the guest run, and the write continues when the memory is unplugged.

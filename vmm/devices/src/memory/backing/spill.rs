@@ -43,7 +43,7 @@ const KEPT_DRAM_BYTES: u64 = 64 << 20;
 pub(super) enum SpillError {
     #[error(transparent)]
     Backing(#[from] BackingError),
-    /// Otherwise, Linux could kill the VMM.
+    /// Without this check, Linux could kill the VMM.
     #[error(
         "the VMM may use {available_bytes} more bytes of DRAM, and a move needs {wanted_bytes} \
          (MemAvailable of the host, or the limit of a control group)"

@@ -101,7 +101,7 @@ impl BlockHandle {
         self.disk.has_waiting_writes().then(|| self.disk.device().has_space())
     }
 
-    /// Executes writes that wait for space again.
+    /// Retries the writes that wait for space.
     pub fn retry_writes(&self) {
         self.disk.retry_writes();
     }

@@ -59,7 +59,7 @@ pub(super) struct Worker {
     pub(super) next: VecDeque<(Job, Step)>,
     /// Steps that wait until the pool has space.
     parked: Vec<(Job, Step)>,
-    /// Signaled when the parked steps must be executed again.
+    /// Signaled when the parked steps must be retried.
     retry: Arc<EventFd>,
     pub(super) buffers: Buffers,
     /// Jobs whose flush succeeded. They wait until all flushes that overlapped with it have ended.

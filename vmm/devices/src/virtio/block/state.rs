@@ -244,7 +244,7 @@ impl Disk {
         !self.waiting.lock().is_empty()
     }
 
-    /// Executes the waiting writes again.
+    /// Retries the waiting writes.
     pub(super) fn retry_writes(&self) {
         for retry in self.waiting.lock().drain(..) {
             // The counter of the event cannot overflow, because the worker resets it.
