@@ -47,6 +47,10 @@ impl Loan {
 /// and each attempt may be expensive.
 const RETRY_AFTER: Duration = Duration::from_millis(100);
 
+/// Time after a refused recall until waiting writes are worth another attempt. Each one may resume
+/// a paused VM for a moment.
+pub(in crate::pool) const ASK_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
 /// Requests to return lent chunks.
 #[derive(Debug, Default)]
 pub(in crate::pool) struct Recall {
@@ -56,7 +60,7 @@ pub(in crate::pool) struct Recall {
     /// Chunks for which writes are waiting.
     pub(in crate::pool) awaited_chunks: u32,
     /// Time of the last refusal, if nothing has changed since then.
-    refused_at: Option<Instant>,
+    pub(in crate::pool) refused_at: Option<Instant>,
 }
 
 impl<M: Media> Pool<M> {
@@ -158,6 +162,15 @@ impl<M: Media> Pool<M> {
 }
 
 impl State {
+    /// Returns true if an allocation of `chunks` chunks, which has failed before, may succeed now:
+    /// they are available, or the next attempt recalls them ([`ASK_AGAIN_AFTER`]).
+    pub(in crate::pool) fn may_allocate(&self, chunks: u32) -> bool {
+        let is_over = |at: Instant| at.elapsed() >= ASK_AGAIN_AFTER;
+        let asks_again = self.recall.refused_at.is_none_or(is_over);
+        let may_recall = self.recall.is_served && self.counts.memory > 0 && asks_again;
+        chunks <= self.available_chunks() || may_recall
+    }
+
     /// Returns the number of lent chunks that must be returned, so that waiting writes can continue
     /// and enough chunks are free for the next ones.
     pub(in crate::pool) fn shortage_chunks(&self) -> u32 {

@@ -2,9 +2,11 @@
 
 use std::sync::Mutex;
 use std::thread;
+use std::time::Instant;
 
 use super::*;
 use crate::media::MediaError;
+use crate::pool::alloc::recall::ASK_AGAIN_AFTER;
 
 /// Usable size of the pool, size of the thin volume, and bytes that memory may borrow.
 const POOL: u64 = 124 * MIB;
@@ -140,6 +142,11 @@ fn write_fails_if_the_borrower_refuses_and_succeeds_later() {
         refused.join().unwrap();
         // The next write does not ask again until something changes.
         assert!(full(volume.store_word(free_bytes, 1)));
+        // A write that waits should ask again after a time, for example if DRAM was missing.
+        assert!(!volume.has_space());
+        let long_ago = Instant::now().checked_sub(ASK_AGAIN_AFTER);
+        pool.lock_state().recall.refused_at = Some(long_ago.expect("after the host's boot"));
+        assert!(volume.has_space());
         pool.set_borrowable_bytes(BORROWABLE);
         let served = scope.spawn(|| {
             assert!(pool.next_recall().is_some());

@@ -28,14 +28,14 @@ impl<M: Media> Volume<M> {
         filled
     }
 
-    /// Returns true if the pool has the space that the last failed allocation lacked. Also returns
-    /// true if the pool has failed, because another attempt then returns the failure.
+    /// Returns true if the pool may have the space that the last failed allocation lacked. Also
+    /// returns true if the pool has failed, because another attempt then returns the failure.
     pub fn has_space(&self) -> bool {
         let state = self.pool.lock_state();
         let chunks = (self.lacking_bytes.load(Ordering::Relaxed) / CHUNK_BYTES) as u32;
         let entry = &state.volumes[&self.slot];
         !self.pool.is_writable()
-            || chunks <= state.available_chunks()
+            || state.may_allocate(chunks)
                 && state.allows_promise(entry.promised(), entry.promised_with(chunks))
     }
 
