@@ -110,10 +110,10 @@ impl Arena {
         let mut pass = Pass { common, arena: self, live, plan, spares: survey.spares };
         pass.run(&survey.moved, &mut state, on_moved)?;
         self.release_unused(common)?;
-        let is_hole =
-            |unit: &&UsedUnit| matches!(common.space.next_data(live.range_of(unit.unit)), Ok(None));
-        let freed = pass.plan.emptied().iter().filter(is_hole).count() as u64;
-        state.account.freed_units += freed;
+        let units = || pass.plan.emptied().iter().map(|unit| unit.unit);
+        state.account.add_pass(units().filter(|unit| live.live_in(*unit) == 0).count() as u64);
+        let is_hole = |unit: &u32| matches!(common.space.next_data(live.range_of(*unit)), Ok(None));
+        let freed = units().filter(is_hole).count() as u64;
         Ok(freed * u64::from(limits.unit_blocks) * PAGE_BYTES)
     }
 
@@ -176,6 +176,7 @@ impl<'a, S: Media> Pass<'a, S> {
         state: &mut Compaction,
         on_moved: OnMoved<'_>,
     ) -> Result<(), BttError> {
+        self.give_away_unused()?;
         let units: Vec<u32> = self.plan.emptied().iter().map(|unit| unit.unit).collect();
         for unit in units {
             for sector in moved.get(&unit).into_iter().flatten() {

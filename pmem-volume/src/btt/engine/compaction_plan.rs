@@ -40,6 +40,18 @@ pub(super) struct Plan {
     filled: Vec<u32>,
 }
 
+impl Account {
+    /// Records the units that a pass has emptied. If it has emptied none, for example because of
+    /// writes to them, half of the account is forgotten. Otherwise, the blocks that it has moved
+    /// could prevent all later passes.
+    pub(super) fn add_pass(&mut self, freed_units: u64) {
+        self.freed_units += freed_units;
+        if freed_units == 0 {
+            *self = Self { moved_blocks: self.moved_blocks / 2, freed_units: self.freed_units / 2 };
+        }
+    }
+}
+
 impl Limits {
     /// Returns true if at most half a byte has been moved for each freed byte, after `units` more
     /// units are emptied by moving `blocks` blocks.

@@ -292,15 +292,17 @@ impl<S: Media> Engine<S> {
     /// false to end the work. Returns the number of released bytes. 0 means that another call would
     /// release nothing now.
     pub fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> Result<u64, BttError> {
-        let mut released_bytes = 0;
+        let mut result = Ok(0);
         for slot in &self.arena_slots {
             if let ArenaSlot::Arena(arena) = slot
                 && arena.check_writable().is_ok()
             {
-                released_bytes += arena.compact(&self.common, on_moved)?;
+                // A damaged arena does not prevent the compaction of others.
+                let released = arena.compact(&self.common, on_moved);
+                result = result.and_then(|sum| released.map(|bytes| sum + bytes));
             }
         }
-        Ok(released_bytes)
+        result
     }
 
     /// Returns the number of bytes that [`Engine::compact`] has moved since the BTT was opened.

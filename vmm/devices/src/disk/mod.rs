@@ -119,7 +119,8 @@ pub trait BlockDevice: Send + Sync {
 
     /// Moves data together and releases the space that becomes empty, for as long as `on_moved`
     /// returns true. It is called with the number of bytes moved since its last call. Returns the
-    /// number of released bytes, and 0 if there is nothing to do.
+    /// number of released bytes, and 0 if there is nothing to do. A change of the disk ends the
+    /// work with [`io::ErrorKind::Interrupted`].
     fn compact(&self, _on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
         Ok(0)
     }

@@ -52,10 +52,7 @@ impl ServedVolume {
             let volume = engine.space();
             (Arc::clone(volume.pool()), volume.info().clone())
         });
-        if wanted_bytes == info.size_bytes {
-            return Ok(());
-        }
-        if !info.thin {
+        if !info.thin && wanted_bytes > info.size_bytes {
             let added_bytes = wanted_bytes.saturating_sub(info.size_bytes);
             pool.scrub_for(VolumeSize::Bytes(added_bytes), &mut |_| {})?;
         }
@@ -144,12 +141,18 @@ impl BlockDevice for ServedVolume {
     }
 
     fn compact(&self, on_moved: &mut dyn FnMut(u64) -> bool) -> io::Result<u64> {
-        self.engine
-            .read(|engine| {
-                // A pass takes seconds, and requests would wait with the change.
-                engine.compact(&mut |bytes| on_moved(bytes) && !self.engine.is_change_wanted())
-            })
-            .map_err(io_error)
+        self.engine.read(|engine| {
+            // A pass takes seconds, and requests would wait with the change.
+            let mut is_changed = false;
+            let released_bytes = engine.compact(&mut |bytes| {
+                is_changed = self.engine.is_change_wanted();
+                !is_changed && on_moved(bytes)
+            });
+            if is_changed {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            released_bytes.map_err(io_error)
+        })
     }
 
     fn compacted_bytes(&self) -> Option<u64> {

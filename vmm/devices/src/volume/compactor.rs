@@ -86,10 +86,11 @@ impl Worker {
         let mut pause = LOOK_INTERVAL;
         while !self.end.wait_until(Instant::now() + pause) {
             let Some(disk) = self.disk.upgrade() else { return };
-            pause = match self.needs_space().then(|| self.compact(&*disk)) {
+            pause = match self.needs_space(&*disk).then(|| self.compact(&*disk)) {
                 None => LOOK_INTERVAL,
                 Some(Ok(0)) => RETRY_INTERVAL,
                 Some(Ok(_)) => Duration::ZERO,
+                Some(Err(err)) if err.kind() == io::ErrorKind::Interrupted => LOOK_INTERVAL,
                 Some(Err(err)) => {
                     let error = foreshore_types::chain(&err);
                     rate_limited!(warn, error, "Cannot compact a thin volume");
@@ -99,9 +100,12 @@ impl Worker {
         }
     }
 
-    fn needs_space(&self) -> bool {
+    /// Returns true if little space is free, or if all free space is promised to other volumes and
+    /// a write has found none.
+    fn needs_space(&self, disk: &dyn BlockDevice) -> bool {
         let info = self.pool.info();
-        info.latched.is_none() && info.free_bytes + info.scrubbing_bytes < self.min_free_bytes
+        let is_scarce = info.free_bytes + info.scrubbing_bytes < self.min_free_bytes;
+        info.latched.is_none() && (is_scarce || !disk.has_space())
     }
 
     /// Performs a pass at the limited rate. Returns the number of released bytes.
@@ -166,8 +170,8 @@ mod tests {
             min_free_bytes,
             end: Arc::default(),
         };
-        assert!(!worker(before_bytes).needs_space());
-        assert!(worker(before_bytes + 1).needs_space());
+        assert!(!worker(before_bytes).needs_space(&*disk));
+        assert!(worker(before_bytes + 1).needs_space(&*disk));
         let compactor =
             Compactor::start(Arc::downgrade(&disk), Arc::clone(&pool), before_bytes + 16 * MIB);
         let compactor = compactor.unwrap();
