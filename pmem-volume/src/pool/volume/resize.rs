@@ -67,6 +67,10 @@ impl<M: Media> Pool<M> {
                 Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
                 Resize::Grow(growth) => match state.missing_clean(growth.indexes.len() as u32) {
                     0 => return self.grow_volume(&mut state, slot, *growth),
+                    // Memory has borrowed the chunks that were promised to the volume.
+                    missing if missing > state.scrub.pending() => {
+                        return Err(state.pool_full(bytes(growth.indexes.len() as u32)));
+                    }
                     missing => state = self.erase_some(state, missing)?,
                 },
             }
@@ -248,11 +252,15 @@ impl<M: Media> Volume<M> {
 impl<M: Media> Engine<Volume<M>> {
     /// Grows the volume in the same way as [`Pool::resize_volume`], and opens its new arenas.
     /// Existing sectors keep their numbers. After an error, the BTT is as large as before, or as
-    /// large as the next open finds it.
+    /// large as the next open finds it. If the volume has the size already, opens arenas that an
+    /// earlier call has failed to open.
     ///
     /// Erases chunks if too few are clean, so call [`Pool::scrub_for`] first.
     pub fn grow(&mut self, size: VolumeSize) -> Result<(), PoolError> {
-        self.space_mut().grow(size)?;
+        // An earlier growth may have failed to open its arenas.
+        if size != VolumeSize::Bytes(self.space().size_bytes()) {
+            self.space_mut().grow(size)?;
+        }
         self.open_added_arenas().map_err(PoolError::Btt)
     }
 }

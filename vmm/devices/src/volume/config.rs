@@ -193,6 +193,9 @@ impl PmVolumeConfig {
             _ if self.reserve.is_some() && !self.thin => {
                 conflict(format!("reserve= of volume {} needs thin=on", self.name))
             }
+            _ if self.reserve.is_some() && self.size == VolumeSize::Remaining => {
+                conflict(format!("reserve= of volume {} needs a size= in bytes", self.name))
+            }
             _ => self.check_reserve(),
         }
     }
@@ -325,6 +328,10 @@ mod tests {
         assert_eq!(
             error(&thin("reserve=22M")),
             "--pm-volume: reserve is 22 MiB, and must be at most 20 MiB, the size of the volume"
+        );
+        assert_eq!(
+            error("pool=/p,name=a,size=remaining,create=on,thin=on,reserve=2M"),
+            "--pm-volume: reserve= of volume a needs a size= in bytes"
         );
         assert!(error(&thin("reserve=3M")).contains("not a multiple of 2 MiB"));
         assert!(error(&thin("on_full=stop")).contains("pause or error"));

@@ -157,7 +157,7 @@ pub fn plan(
     let volume_bytes = pool.volume_bytes.max(pool.promised_bytes) + new_bytes;
     let never_lent_bytes = match pool.lends_promised() {
         true => thick_bytes(stored).saturating_add(new_thick_bytes(volumes, &steps)),
-        false => volume_bytes,
+        false => volume_bytes - unguaranteed_bytes(stored),
     };
     check_promise(pool, memory_bytes, never_lent_bytes)?;
     let usable_bytes = pool.usable_bytes();
@@ -193,7 +193,10 @@ pub fn check_growth(
     let never_lent_bytes = match (pool.lends_promised(), found.thin) {
         (true, true) => thick_bytes(stored),
         (true, false) => thick_bytes(stored).saturating_add(added_bytes),
-        (false, _) => pool.volume_bytes.max(pool.promised_bytes).saturating_add(added_bytes),
+        (false, _) => {
+            let volume_bytes = pool.volume_bytes.max(pool.promised_bytes);
+            (volume_bytes - unguaranteed_bytes(stored)).saturating_add(added_bytes)
+        }
     };
     check_promise(pool, memory_bytes, never_lent_bytes)
 }
@@ -212,6 +215,13 @@ fn check_promise(pool: &PoolInfo, memory_bytes: u64, volume_bytes: u64) -> Resul
             volume_bytes,
         }),
     }
+}
+
+/// Bytes that volumes use beyond what is guaranteed to them. They do not prevent a start of the VM,
+/// because its guest could otherwise prevent it by writes. Its zones may then not get all memory.
+fn unguaranteed_bytes(stored: &[VolumeInfo]) -> u64 {
+    let beyond = |volume: &VolumeInfo| volume.allocated_bytes.saturating_sub(volume.reserve_bytes);
+    stored.iter().map(beyond).sum()
 }
 
 /// Sizes of all thick volumes.
@@ -273,8 +283,11 @@ impl Rest {
     fn step(&self, volume: &PmVolumeConfig, stored: &[VolumeInfo]) -> Result<Step, PlanError> {
         let Self { rest_bytes, free_bytes, memory_bytes } = *self;
         if let Some(found) = stored.iter().find(|stored| stored.name == volume.name) {
+            // An overcommitted volume would take the same bytes at each start.
+            let is_whole = found.reserve_bytes == found.size_bytes;
             return Ok(match rest_bytes {
                 0 => Step::Open,
+                _ if !is_whole => Step::Open,
                 more => Step::Grow(found.size_bytes + more),
             });
         }
@@ -405,6 +418,19 @@ mod tests {
         assert_eq!(check(&overcommitted, false, 1 << 20, 512), Ok(()));
         // The pool itself refuses to shrink a BTT.
         assert_eq!(check(&thick, false, 50, 512), Ok(()));
+    }
+
+    #[test]
+    fn overcommitted_volume_never_prevents_a_start() {
+        let whole = stored("a", VolumeFormat::Btt, 600 * MIB);
+        let partly = VolumeInfo { thin: true, reserve_bytes: 100 * MIB, ..whole.clone() };
+        assert!(planned(&["name=a"], &[whole.clone()], 512 * MIB).is_err());
+        assert_eq!(planned(&["name=a"], &[partly.clone()], 512 * MIB), Ok(vec![Step::Open]));
+        assert!(planned(&["name=a"], &[partly.clone()], 1000 * MIB).is_err());
+        // It would grow by the same bytes at each start.
+        let rest = "name=a,size=remaining";
+        assert_eq!(planned(&[rest], &[partly], 0), Ok(vec![Step::Open]));
+        assert_eq!(planned(&[rest], &[whole], 0), Ok(vec![Step::Grow(1020 * MIB)]));
     }
 
     #[test]
