@@ -169,9 +169,11 @@ impl Pools {
         self.0.lock().pools.contains_key(path)
     }
 
-    /// Closes a pool as soon as nothing uses it.
+    /// Closes a pool as soon as nothing uses it, and forgets the paths that lead to it.
     pub(in crate::vm) fn close(&self, path: &Path) {
-        self.0.lock().pools.remove(path);
+        let Shared { pools, first_paths } = &mut *self.0.lock();
+        pools.remove(path);
+        first_paths.retain(|_, known| known != path);
     }
 
     /// All open pools, in the order of their paths.
