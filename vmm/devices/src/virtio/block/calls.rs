@@ -89,6 +89,8 @@ impl Worker {
             let none = self.finish(&guard, job, Step::Flush, result);
             assert!(none.is_none(), "a step behind a flush");
         }
+        let retry = self.take_retry(&guard);
+        self.next.extend(retry);
         // Refused requests count toward the limit. Otherwise a driver could make this loop hold the
         // guard forever.
         let mut taken = TakenRequest::Answered;

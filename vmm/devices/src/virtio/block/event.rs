@@ -39,7 +39,8 @@ const RETRY: u32 = 3;
 
 /// Limit for the bytes that the unanswered requests of a queue copy or zero at a time. A queue at
 /// this limit takes no more requests, which then wait in the ring. The last request may exceed the
-/// limit by less than one piece.
+/// limit by less than one piece. Jobs that wait for space do not count, because only a later
+/// discard may make space for them.
 pub(super) const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Number of passes over the queue before the worker returns to its event loop. Without a limit, a
 /// driver that adds requests as fast as they are served would prevent the worker from being
@@ -57,9 +58,11 @@ pub(super) struct Worker {
     ring: Option<Ring>,
     /// Steps that wait for execution by blocking calls, in order.
     pub(super) next: VecDeque<(Job, Step)>,
-    /// Steps that wait until the pool has space.
-    parked: Vec<(Job, Step)>,
-    /// Signaled when the parked steps must be retried.
+    /// Jobs that wait until the pool has space. They hold no copies of their data.
+    parked: Vec<Job>,
+    /// Formerly parked jobs that will be retried, in order.
+    retries: VecDeque<Job>,
+    /// Signaled when the parked jobs must be retried.
     retry: Arc<EventFd>,
     pub(super) buffers: Buffers,
     /// Jobs whose flush succeeded. They wait until all flushes that overlapped with it have ended.
@@ -69,7 +72,8 @@ pub(super) struct Worker {
     /// Number of requests that were taken but not yet answered. At most `depth`.
     open: u16,
     depth: u16,
-    /// Bytes that the open requests copy or zero at a time. Limited by [`HELD_BYTES_MAX`].
+    /// Bytes that the open requests, except waiting ones, copy or zero at a time. Limited by
+    /// [`HELD_BYTES_MAX`].
     held_bytes: u64,
     /// True if the driver must still be notified of entries in the used ring.
     pub(super) used: bool,
@@ -119,6 +123,7 @@ impl Worker {
             ring,
             next: VecDeque::new(),
             parked: Vec::new(),
+            retries: VecDeque::new(),
             retry: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             buffers: Buffers::default(),
             awaiting_flushes: Vec::new(),
@@ -159,7 +164,7 @@ impl Worker {
     /// gate is closed, available requests remain in the queue.
     fn serve_or_wait(&mut self) {
         self.serve();
-        // Parked steps do not delay a pause of the VM, because they may wait for its end.
+        // Parked jobs do not delay a pause of the VM, because they may wait for its end.
         let is_busy = usize::from(self.open) > self.parked.len();
         self.gate.set_busy(is_busy);
         if !is_busy && self.gate.is_closed() {
@@ -270,17 +275,36 @@ impl Worker {
         }
     }
 
-    /// Parks a step if it found no space and may wait. Otherwise, returns it with its result.
+    /// Parks a job if its step found no space and may wait. Otherwise, returns it with the result.
     pub(super) fn park_if_full(
         &mut self,
-        (job, step, result): (Job, Step, io::Result<()>),
+        (mut job, step, result): (Job, Step, io::Result<()>),
     ) -> Option<(Job, Step, io::Result<()>)> {
         let is_full = |err: &io::Error| err.kind() == io::ErrorKind::StorageFull;
         if result.as_ref().is_err_and(is_full) && self.disk.lacks_space(&self.retry) {
-            self.parked.push((job, step));
+            self.held_bytes -= held_bytes(job.request());
+            job.undo(&step);
+            self.parked.push(job);
+            if let Some(buffer) = step.into_buffer() {
+                self.buffers.put(buffer);
+            }
             return None;
         }
         Some((job, step, result))
+    }
+
+    /// Returns the next step to retry, with a new copy of its data. Returns `None` if nothing is to
+    /// be retried, or the worker holds too many bytes.
+    pub(super) fn take_retry(&mut self, memory: &MappedMemory) -> Option<(Job, Step)> {
+        while self.held_bytes < HELD_BYTES_MAX {
+            let job = self.retries.pop_front()?;
+            self.held_bytes += held_bytes(job.request());
+            let next = self.continue_job(memory, job);
+            if next.is_some() {
+                return next;
+            }
+        }
+        None
     }
 
     /// Records the result of a flush. Returns the job if the flush failed. If the flush succeeded,
@@ -475,7 +499,7 @@ impl MutEventSubscriber for Worker {
             }
             RETRY => {
                 let _ = self.retry.read();
-                self.next.extend(self.parked.drain(..));
+                self.retries.extend(self.parked.drain(..));
             }
             _ => {
                 let _ = self.ring.as_ref().map(|ring| ring.event().read());

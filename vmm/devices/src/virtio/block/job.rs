@@ -127,6 +127,15 @@ impl Job {
         })
     }
 
+    /// Restores the state before the latest step, which was the transfer `step`.
+    pub fn undo(&mut self, step: &Step) {
+        self.begun_bytes -= match step {
+            Step::Read(_, buffer) | Step::Write(_, buffer) => buffer.len() as u64,
+            Step::Discard(range) | Step::WriteZeroes(range, _) => range.len_bytes(),
+            Step::Flush => 0,
+        };
+    }
+
     /// Completes a step. After a read, copies the data to the guest.
     pub fn done<M: GuestMemory>(&self, memory: &M, step: &Step) -> io::Result<()> {
         let (Step::Read(offset, buffer), Operation::Read(range, segments)) =

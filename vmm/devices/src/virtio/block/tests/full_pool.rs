@@ -3,9 +3,11 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
+use std::thread;
+use std::time::Instant;
 
 use tempfile::TempDir;
-use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_T_DISCARD};
 
 use super::fake::{Call, TIMEOUT};
 use super::volume::new_pool;
@@ -13,6 +15,8 @@ use super::*;
 use crate::event_loop::EventLoopHandle;
 use crate::pool::{PmPool, VolumeFormat, VolumeOptions};
 use crate::virtio::block::FullHandler;
+use crate::virtio::block::event::HELD_BYTES_MAX;
+use crate::virtio::block::job::PIECE_BYTES_MAX;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
@@ -63,6 +67,54 @@ fn waiting_write_delays_neither_reads_nor_a_pause() {
     assert_eq!(rig.status_of(0), OK);
     assert_eq!(fake.bytes.lock()[3 * 512..4 * 512], [7; 512]);
     assert_eq!(rig.metrics().full_writes.load(Ordering::Relaxed), 2);
+}
+
+/// Also checks that each retry writes the same pieces again, although all of them together exceed
+/// the limit.
+#[test]
+fn waiting_writes_beyond_the_limit_of_a_queue_delay_neither_reads_nor_discards() {
+    let is_full = Arc::new(AtomicBool::new(true));
+    let (full, fake) = (Arc::clone(&is_full), Arc::new(Fake::without_memory(1 << 30)));
+    fake.set_hook(move |call| match call {
+        Call::Write if full.load(Ordering::SeqCst) => Err(io::ErrorKind::StorageFull.into()),
+        _ => Ok(()),
+    });
+    let (mut rig, notified) = rig(fake, true);
+    let metrics = rig.metrics();
+    let full_writes = || metrics.full_writes.load(Ordering::Relaxed);
+    // All writes use the same data, because the driver has no more memory.
+    rig.write_header(VIRTIO_BLK_T_OUT, 0);
+    let data = Buffer::Out(0, PIECE_BYTES_MAX as u32);
+    let head = rig.driver.add(0, &[Buffer::Out(HEADER, 16), data, data, Buffer::In(STATUS, 1)]);
+    let writes = HELD_BYTES_MAX / PIECE_BYTES_MAX + 4;
+    (1..writes).for_each(|_| rig.driver.add_again(0, head));
+    rig.driver.kick(0);
+    for round in 1..=2 {
+        let read = rig.send(0, 0, VIRTIO_BLK_T_IN, 5);
+        assert_eq!(rig.driver.wait_used(0), (read, 513));
+        rig.driver.write(DATA, &[&[0; 8][..], &8u32.to_le_bytes(), &[0; 4]].concat());
+        let header = [&VIRTIO_BLK_T_DISCARD.to_le_bytes()[..], &[0; 12]].concat();
+        rig.driver.write(HEADER + 0x10, &header);
+        let list = Buffer::Out(DATA, 16);
+        let status = Buffer::In(status_at(1), 1);
+        let discard = rig.driver.add(0, &[Buffer::Out(HEADER + 0x10, 16), list, status]);
+        rig.driver.kick(0);
+        assert_eq!(rig.driver.wait_used(0), (discard, 1));
+        assert_eq!(rig.status_of(1), OK);
+        let begin = Instant::now();
+        while full_writes() < round * writes {
+            assert!(begin.elapsed() < TIMEOUT, "{} of {writes} writes wait", full_writes());
+            thread::yield_now();
+        }
+        notified.recv_timeout(TIMEOUT).unwrap();
+        is_full.store(round == 1, Ordering::SeqCst);
+        rig.handle().retry_writes();
+    }
+    for _ in 0..writes {
+        assert_eq!(rig.driver.wait_used(0), (head, 1));
+    }
+    assert_eq!((rig.status(), full_writes()), (OK, 2 * writes));
+    assert_eq!(metrics.written_bytes.load(Ordering::Relaxed), 2 * writes * PIECE_BYTES_MAX);
 }
 
 #[test]
