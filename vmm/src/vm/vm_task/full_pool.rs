@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
+use foreshore_devices::log::rate_limited;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tracing::{info, warn};
 
 use super::{MachineFactory, Vm, VmTask};
 use crate::vm::request::VmState;
@@ -24,8 +24,18 @@ const RUN_TIME: Duration = Duration::from_secs(10);
 pub(super) struct FullPool {
     reason: String,
     next_check: Instant,
-    /// Time until which the guest runs. `None` while the VM is paused.
-    runs_until: Option<Instant>,
+    phase: Phase,
+}
+
+/// State of a VM that waits for space in a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// The VM is paused until there is space.
+    Paused,
+    /// A client has paused the VM, so only the client resumes it.
+    PausedByClient,
+    /// The guest runs until this time, although the pool may be full.
+    RunsUntil(Instant),
 }
 
 /// Result of a check.
@@ -44,24 +54,30 @@ enum Action {
 
 impl FullPool {
     fn new(reason: String, now: Instant) -> Self {
-        Self { reason, next_check: now + CHECK_INTERVAL, runs_until: None }
+        Self { reason, next_check: now + CHECK_INTERVAL, phase: Phase::Paused }
     }
 
     /// Records that the guest runs again, although the pool may be full.
     pub(super) fn run(&mut self, now: Instant) {
-        self.runs_until = Some(now + RUN_TIME);
+        self.next_check = now + CHECK_INTERVAL;
+        self.phase = Phase::RunsUntil(now + RUN_TIME);
+    }
+
+    /// Records that a client has paused the VM.
+    pub(super) fn pause_by_client(&mut self) {
+        self.phase = Phase::PausedByClient;
     }
 
     /// Selects the next action. `has_space` is `None` if no write waits.
     fn check(&mut self, now: Instant, has_space: Option<bool>) -> Action {
         self.next_check = now + CHECK_INTERVAL;
-        match (self.runs_until, has_space) {
-            (None, Some(false)) => Action::Nothing,
-            (None, _) => Action::Resume,
-            (Some(_), Some(true)) => Action::Retry,
-            (Some(until), _) if now < until => Action::Nothing,
-            (Some(_), Some(false)) => Action::Pause,
-            (Some(_), None) => Action::Finish,
+        match (self.phase, has_space) {
+            (Phase::PausedByClient, _) | (Phase::Paused, Some(false)) => Action::Nothing,
+            (Phase::Paused, _) => Action::Resume,
+            (Phase::RunsUntil(_), Some(true)) => Action::Retry,
+            (Phase::RunsUntil(until), _) if now < until => Action::Nothing,
+            (Phase::RunsUntil(_), Some(false)) => Action::Pause,
+            (Phase::RunsUntil(_), None) => Action::Finish,
         }
     }
 }
@@ -69,27 +85,34 @@ impl FullPool {
 impl Vm {
     /// Returns the reason for the pause if the VM is paused because a pool is full.
     pub(super) fn pool_full_reason(&self) -> Option<String> {
-        let full = self.full_pool.as_ref().filter(|full| full.runs_until.is_none())?;
+        let full = self.full_pool.as_ref().filter(|full| full.phase == Phase::Paused)?;
         Some(full.reason.clone())
     }
 }
 
 impl<F: MachineFactory> VmTask<F> {
     pub(super) fn full_pool_check_at(&self) -> Option<Instant> {
-        Some(self.vm.as_ref()?.full_pool.as_ref()?.next_check)
+        let full = self.vm.as_ref()?.full_pool.as_ref()?;
+        (full.phase != Phase::PausedByClient).then_some(full.next_check)
     }
 
-    /// Pauses the running VM, unless a client has just resumed it. In a pause by a client, nothing
-    /// changes, because the writes are retried when it ends.
+    /// Pauses the running VM, unless a client has just resumed it. A guest that is about to restart
+    /// is already stopped, and its writes end with its machine. In a pause by a client, only
+    /// records that a write waits, so that the guest has time to make space after the pause.
     pub(super) fn wait_for_space(&mut self, reason: String) {
-        let Some(vm) = &self.vm else { return };
-        if vm.state != VmState::Running || vm.full_pool.is_some() {
+        let Some(vm) = &mut self.vm else { return };
+        if vm.full_pool.is_some() || vm.restart_at.is_some() {
             return;
         }
-        warn!(%reason, "The VM is paused until the pool has space");
+        let full = FullPool::new(reason, Instant::now());
+        if vm.state == VmState::Paused {
+            vm.full_pool.insert(full).pause_by_client();
+            return;
+        }
+        rate_limited!(warn, reason = %full.reason, "The VM is paused until the pool has space");
         self.pause(oneshot::channel().0);
         if let Some(vm) = &mut self.vm {
-            vm.full_pool = Some(FullPool::new(reason, Instant::now()));
+            vm.full_pool = Some(full);
         }
     }
 
@@ -108,11 +131,16 @@ impl<F: MachineFactory> VmTask<F> {
             Action::Finish => self.forget_full_pool(),
             Action::Resume => {
                 self.forget_full_pool();
-                info!("The pool has space, so the VM is resumed");
-                if let Err(err) = self.resume() {
-                    warn!(%err, "Cannot resume the VM");
-                }
+                rate_limited!(info, "The pool has space, so the VM is resumed");
+                self.resume_without_client();
             }
+        }
+    }
+
+    /// Resumes the VM although no client has requested it.
+    pub(super) fn resume_without_client(&mut self) {
+        if let Err(err) = self.resume() {
+            rate_limited!(warn, %err, "Cannot resume the VM");
         }
     }
 
@@ -149,5 +177,16 @@ mod tests {
         assert_eq!(full.check(end, Some(true)), Action::Retry);
         assert_eq!(full.check(end, Some(false)), Action::Pause);
         assert_eq!(full.check(end, None), Action::Finish);
+    }
+
+    #[test]
+    fn only_a_client_ends_its_pause() {
+        let now = Instant::now();
+        let mut full = FullPool::new(String::new(), now);
+        full.run(now);
+        full.pause_by_client();
+        for has_space in [None, Some(false), Some(true)] {
+            assert_eq!(full.check(now + 1000 * RUN_TIME, has_space), Action::Nothing);
+        }
     }
 }

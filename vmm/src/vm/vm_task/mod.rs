@@ -82,11 +82,13 @@ pub struct EventSender {
     events: mpsc::UnboundedSender<(u64, MachineEvent)>,
     /// True once the guest has powered itself off or requested a reset.
     has_ended: Arc<AtomicBool>,
+    /// True while the VM task has not yet handled a `PoolFull` of this machine.
+    is_pool_full_sent: Arc<AtomicBool>,
 }
 
 impl EventSender {
     fn new(generation: u64, events: mpsc::UnboundedSender<(u64, MachineEvent)>) -> Self {
-        Self { generation, events, has_ended: Arc::default() }
+        Self { generation, events, has_ended: Arc::default(), is_pool_full_sent: Arc::default() }
     }
 
     /// Sender that drops its events.
@@ -105,10 +107,14 @@ impl EventSender {
     /// - Each ejection follows exactly one request of the VM task (`PciSlots`, `Plug`).
     /// - The sender of `MustPause` has already stopped the vCPUs by the inhibitor, so each vCPU
     ///   sends at most the events of its current exit.
-    /// - A disk sends one `PoolFull` before the VM task retries its writes.
+    /// - At most one `PoolFull` of each machine is in the queue.
     pub fn send(&self, event: MachineEvent) {
         let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
         if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let is_pool_full = matches!(event, MachineEvent::PoolFull { .. });
+        if is_pool_full && self.is_pool_full_sent.swap(true, Ordering::AcqRel) {
             return;
         }
         // An error means that the VM task has already ended.
@@ -179,10 +185,15 @@ impl Vm {
     }
 
     fn pause(&mut self) -> Result<Standstill, VmError> {
-        let next = state::next(self.state, Verb::Pause)?;
+        // A client may pause a VM that waits for space, so that it is not resumed without the
+        // client.
+        let next = match self.pool_full_reason() {
+            Some(_) => VmState::Paused,
+            None => state::next(self.state, Verb::Pause)?,
+        };
         let standstill = self.running("vm.pause")?.pause();
-        // A pause by a client lasts until the client resumes the VM.
-        (self.state, self.full_pool) = (next, None);
+        self.state = next;
+        self.full_pool.iter_mut().for_each(FullPool::pause_by_client);
         Ok(standstill)
     }
 
@@ -369,6 +380,8 @@ pub struct VmTask<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
+    /// Flag of the current machine's [`EventSender`].
+    is_pool_full_sent: Arc<AtomicBool>,
     /// Number of resumes, reboots, shutdowns and deletions so far. If this number changes during a
     /// pause, the pause is obsolete.
     pauses_over: u64,
@@ -400,6 +413,7 @@ impl<F: MachineFactory> VmTask<F> {
             generation,
             events,
             sender,
+            is_pool_full_sent: Arc::default(),
             pauses_over,
             pauses,
             busy,
@@ -588,6 +602,7 @@ impl<F: MachineFactory> VmTask<F> {
     fn start(&mut self) -> Result<(), VmError> {
         self.generation += 1;
         let events = EventSender::new(self.generation, self.sender.clone());
+        self.is_pool_full_sent = Arc::clone(&events.is_pool_full_sent);
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
         (vm.failure, vm.kept, vm.restart_at) = (None, None, None);
         vm.full_pool = None;
@@ -608,8 +623,10 @@ impl<F: MachineFactory> VmTask<F> {
             return Flow::Continue;
         };
         // After a pause, the guest may still be ended by an exit in progress or by the watchdog.
-        // The answer to the client reported that the guest is stopped, so the VM remains paused.
-        if vm.state == VmState::Paused && event.ends_the_guest() {
+        // The answer to the client reported that the guest is stopped, so the VM remains paused. In
+        // a pause without a client, the end is handled now, because it ends the wait for space.
+        let is_paused = vm.state == VmState::Paused && vm.pool_full_reason().is_none();
+        if is_paused && event.ends_the_guest() {
             info!(?event, "The guest has ended during a pause; this is handled at resume");
             vm.kept.get_or_insert(event);
             return Flow::Continue;
@@ -643,6 +660,8 @@ impl<F: MachineFactory> VmTask<F> {
                 Flow::Continue
             }
             MachineEvent::PoolFull { reason } => {
+                // Cleared first, so that a write that finds no space from now on is not missed.
+                self.is_pool_full_sent.store(false, Ordering::Release);
                 self.wait_for_space(reason);
                 Flow::Continue
             }

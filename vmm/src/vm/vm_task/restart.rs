@@ -94,7 +94,12 @@ impl<F: MachineFactory> VmTask<F> {
         if let Some(machine) = &mut vm.machine {
             tokio::task::spawn_blocking(machine.pause());
         }
-        vm.restart_at = Some(Instant::now() + delay);
+        let waits_for_space = vm.pool_full_reason().is_some();
+        (vm.restart_at, vm.full_pool) = (Some(Instant::now() + delay), None);
+        // The restart does not wait for space. The guest remains stopped until the restart.
+        if waits_for_space {
+            self.resume_without_client();
+        }
         Flow::Continue
     }
 
