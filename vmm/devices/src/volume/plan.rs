@@ -310,6 +310,8 @@ impl Rest {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use uuid::Uuid;
 
     use super::*;
@@ -424,9 +426,9 @@ mod tests {
     fn overcommitted_volume_never_prevents_a_start() {
         let whole = stored("a", VolumeFormat::Btt, 600 * MIB);
         let partly = VolumeInfo { thin: true, reserve_bytes: 100 * MIB, ..whole.clone() };
-        assert!(planned(&["name=a"], &[whole.clone()], 512 * MIB).is_err());
-        assert_eq!(planned(&["name=a"], &[partly.clone()], 512 * MIB), Ok(vec![Step::Open]));
-        assert!(planned(&["name=a"], &[partly.clone()], 1000 * MIB).is_err());
+        assert!(planned(&["name=a"], slice::from_ref(&whole), 512 * MIB).is_err());
+        assert_eq!(planned(&["name=a"], slice::from_ref(&partly), 512 * MIB), Ok(vec![Step::Open]));
+        assert!(planned(&["name=a"], slice::from_ref(&partly), 1000 * MIB).is_err());
         // It would grow by the same bytes at each start.
         let rest = "name=a,size=remaining";
         assert_eq!(planned(&[rest], &[partly], 0), Ok(vec![Step::Open]));
