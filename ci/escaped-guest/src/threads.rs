@@ -38,10 +38,13 @@ impl VmmThread {
 }
 
 impl VmmThread {
-    /// Returns true if the thread has the filter of its kind, or runs without filters. A thread of
-    /// any kind but [`ThreadKind::SetUp`] inherits one filter, and then adds its own.
+    /// Returns true if the thread has the filter of its kind, or runs without filters. Most threads
+    /// inherit one filter, and then add their own.
     fn has_started(&self) -> bool {
-        let own = if ThreadKind::of_name(&self.name) == Some(ThreadKind::SetUp) { 1 } else { 2 };
+        let own = match ThreadKind::of_name(&self.name) {
+            Some(ThreadKind::SetUp | ThreadKind::Vcpu) => 1,
+            _ => 2,
+        };
         let filters = self.status("Seccomp_filters").ok().and_then(|number| number.parse().ok());
         filters.is_none_or(|number: u32| number == 0 || number >= own)
     }
@@ -66,13 +69,18 @@ pub fn of(pid: u32) -> Result<Vec<VmmThread>> {
     Ok(threads)
 }
 
+/// Thread that starts vCPUs. It is of their kind, but runs no guest.
+const STARTER: &str = "_vcpus";
+
 /// Waits until a process has threads of all `kinds`, which have entered their filters if there are
 /// any. Returns one thread of each kind.
 pub fn wait_for_kinds(pid: u32, kinds: &[ThreadKind]) -> Result<Vec<VmmThread>> {
     wait_for("each kind of thread has started", START_LIMIT, || {
         let threads = of(pid)?;
         let find = |kind: &ThreadKind| {
-            let is_of_kind = |thread: &&VmmThread| ThreadKind::of_name(&thread.name) == Some(*kind);
+            let is_of_kind = |thread: &&VmmThread| {
+                ThreadKind::of_name(&thread.name) == Some(*kind) && thread.name != STARTER
+            };
             threads.iter().filter(is_of_kind).find(|thread| thread.has_started()).cloned()
         };
         Ok(kinds.iter().map(find).collect())
