@@ -18,8 +18,8 @@ guest_tests::tests![
     compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
-    full_pool_pauses_the_vm_until_memory_is_returned: 400 x 2,
-    write_to_a_full_pool_fails_with_on_full_error: 300 x 2,
+    full_pool_pauses_the_vm_until_memory_is_returned: 400 (extended) x 2,
+    write_to_a_full_pool_fails_with_on_full_error: 300 (extended) x 2,
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
