@@ -287,7 +287,7 @@ mod tests {
         let error = limits.check(&outside).unwrap_err().to_string();
         let missing = format!("--landlock-rules path={},access=rw", folder.path().display());
         assert!(error.starts_with("--disk path=") && error.contains(&missing), "{error}");
-        // The same applies to the pool of a volume that is added.
+        // The pool of an added volume needs a rule as well.
         let volume = format!("pool={}/image,name=a", folder.path().display());
         let volume = DeviceConfig::Volume(PmVolumeConfig::parse(&volume).unwrap());
         let pool = use_of_device(&volume).unwrap();

@@ -144,7 +144,7 @@ fn compaction_releases_the_chunks_of_scattered_files() -> Result<()> {
     })?;
     let labels = [("volume", "data"), ("interface", "virtio-blk")];
     let moved = guest.metric("foreshore_volume_compacted_bytes_total", &labels)?;
-    ensure!(moved > 0.0, "Nothing was moved");
+    ensure!(moved > 0.0, "The compaction has moved no data");
     guest.run_within(
         IO_LIMIT,
         "cd / && umount /mnt/t && e2fsck -fn /dev/vda && mount -t ext4 /dev/vda /mnt/t && \
