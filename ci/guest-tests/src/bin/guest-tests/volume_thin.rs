@@ -18,8 +18,8 @@ guest_tests::tests![
     compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
-    full_pool_pauses_the_vm_until_memory_is_returned: 400 (extended) x 2,
-    write_to_a_full_pool_fails_with_on_full_error: 300 (extended) x 2,
+    full_pool_pauses_the_vm_until_memory_is_returned: 400 x 2,
+    write_to_a_full_pool_fails_with_on_full_error: 300 x 2,
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
@@ -245,11 +245,15 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
 }
 
 /// Part of the data that is larger than the space that the pool has beside the memory.
-const OVERCOMMITTED_MIB: u64 = 176;
-/// The pool has 316 MiB, so volumes get 124 MiB until memory is returned.
-const LENT_MIB: u64 = 192;
-/// Prints the data of the volume. The numbers show misplaced sectors.
-const NUMBERS: &str = "seq 1000000000 1099999999 | head -c";
+const OVERCOMMITTED_MIB: u64 = 96;
+/// The pool has 188 MiB, so volumes get 76 MiB until memory is returned.
+const LENT_MIB: u64 = 112;
+
+/// Command that prints the data of the volume. The number in each block shows misplaced blocks.
+fn print_blocks(bytes: u64) -> String {
+    let count = bytes / 4096;
+    format!("awk 'BEGIN {{ for (i = 0; i < {count}; i++) printf \"%4095d\\n\", i }}'")
+}
 
 /// Boots a guest whose volume is larger than the pool, and plugs memory. Then starts to write more
 /// than the pool has.
@@ -263,7 +267,8 @@ fn write_beyond_the_pool(pool: &Pool, keys: &str) -> Result<(Guest, Script)> {
     ensure!(info["provisioned_bytes"] == 1024 * MIB, "{info}");
     ensure!(info["promised_bytes"].as_u64() <= Some(40 * MIB), "{info}");
     let bytes = OVERCOMMITTED_MIB * MIB;
-    let write = format!("{NUMBERS} {bytes} | dd of=/dev/vda bs=1M iflag=fullblock oflag=direct");
+    let data = print_blocks(bytes);
+    let write = format!("{data} | dd of=/dev/vda bs=1M iflag=fullblock oflag=direct");
     let script = guest.start_script(IO_LIMIT, &write)?;
     Ok((guest, script))
 }
@@ -281,7 +286,7 @@ fn full_writes(guest: &Guest) -> Result<f64> {
 }
 
 fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
-    let pool = Pool::create("320M")?;
+    let pool = Pool::create("192M")?;
     let (guest, script) = write_beyond_the_pool(&pool, "")?;
     wait_until_paused(&guest)?;
     let full = full_writes(&guest)?;
@@ -292,21 +297,21 @@ fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
     wait_until_paused(&guest)?;
 
     // The resize lets the guest run, and the write continues when the memory is unplugged.
-    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 64 * MIB }))?;
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": 32 * MIB }))?;
     script.finish()?.success("dd")?;
-    wait_until_plugged(&guest, "pm", 64 * MIB, IO_LIMIT)?;
+    wait_until_plugged(&guest, "pm", 32 * MIB, IO_LIMIT)?;
     let info = guest.get("vm.info")?;
     ensure!(info["state"] == "Running" && info.get("pause_reason").is_none(), "{info}");
     let bytes = OVERCOMMITTED_MIB * MIB;
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    guest.run_within(IO_LIMIT, &format!("{NUMBERS} {bytes} | cmp -n {bytes} - /dev/vda"))?;
+    guest.run_within(IO_LIMIT, &format!("{} | cmp -n {bytes} - /dev/vda", print_blocks(bytes)))?;
     ensure!(allocated_bytes(&guest)? >= bytes, "{}", guest.get("vm.volumes")?);
     guest.kill9()?;
     pool.check().map(drop)
 }
 
 fn write_to_a_full_pool_fails_with_on_full_error() -> Result<()> {
-    let pool = Pool::create("320M")?;
+    let pool = Pool::create("192M")?;
     let (guest, script) = write_beyond_the_pool(&pool, ",on_full=error")?;
     let output = script.finish()?;
     ensure!(output.code != 0, "The write has succeeded");
@@ -315,7 +320,7 @@ fn write_to_a_full_pool_fails_with_on_full_error() -> Result<()> {
     ensure!(guest.get("vm.info")?["state"] == "Running", "{}", guest.get("vm.info")?);
     // Written data can still be read.
     let count = 64 * MIB;
-    guest.run_within(IO_LIMIT, &format!("{NUMBERS} {count} | cmp -n {count} - /dev/vda"))?;
+    guest.run_within(IO_LIMIT, &format!("{} | cmp -n {count} - /dev/vda", print_blocks(count)))?;
     guest.kill9()?;
     pool.check().map(drop)
 }
