@@ -92,6 +92,8 @@ impl Tree {
         tree.write("bin/cargo", run, 0o755)?;
         // Without this file, `ci/demo` would install gnuplot.
         tree.write("bin/gnuplot", "#!/bin/sh\n", 0o755)?;
+        // Without this folder, `ci/test` would demand disk space for a first build.
+        fs::create_dir_all(tree.path("target/debug"))?;
         fs::create_dir_all(tree.path(BUILT).parent().context("no folder")?)?;
         symlink(XTASK, tree.path(BUILT))?;
         Ok(tree)
