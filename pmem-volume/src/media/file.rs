@@ -4,10 +4,7 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{Ordering, compiler_fence};
 
 use rustix::fs::FallocateFlags;
@@ -15,13 +12,13 @@ use thiserror::Error;
 
 use super::flush::{self, CACHE_LINE_BYTES, LineFlush};
 use super::guarded::{Guard, PageLost};
+use super::mapping::Mapping;
 use super::media_kind::MediaKind;
 use super::shared_sync::SharedSync;
 use super::zeroing::{self, is_unsupported, write_zeros};
 use super::{Durability, Media, MediaError, Pending, assert_inside, coalesce, holes, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, ignore_progress, run_in_steps};
-use foreshore_types::size::Size;
 
 /// Number of bytes that are erased between two progress reports. Even a slow disk erases them in
 /// less than a second.
@@ -30,12 +27,6 @@ const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 /// Number of bytes that are allocated between two progress reports. File systems allocate them
 /// quickly, so larger steps would gain nothing.
 const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
-
-/// Maximum length of a mapping. A process has 128 TiB of addresses (47 bits; Linux
-/// Documentation/arch/x86/x86_64/mm.rst). The kernel loads a position-independent program at two
-/// thirds of this space (Linux ELF_ET_DYN_BASE), so at most 85 TiB are contiguous. Mappings of
-/// guest memory and volumes also need addresses.
-pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
 /// Bulk stores of at least this length use a system call on tmpfs and in a page cache.
 const MIN_PWRITE_BYTES: usize = 64 << 10;
@@ -50,8 +41,7 @@ const PAGE_BYTES: u64 = 4096;
 /// this process accesses only the pool's metadata through it.
 pub struct FileMedia {
     file: File,
-    map: NonNull<u8>,
-    len_bytes: u64,
+    mapping: Mapping,
     media_kind: MediaKind,
     durability: Durability,
     /// Free ranges are kept as holes, so erasing returns blocks to the file system.
@@ -61,17 +51,8 @@ pub struct FileMedia {
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
-    /// Shared by all media that use the same open file.
-    sync: Arc<SharedSync>,
+    sync: SharedSync,
 }
-
-/// The file is too large for a mapping.
-#[derive(Debug, Error)]
-#[error(
-    "a mapping has at most {}, the limit of a process's address space",
-    Size(MAX_MAPPED_BYTES).rounded()
-)]
-struct TooLarge;
 
 /// Reason why an access to the mapping, or to a range of it, failed without an error from the
 /// kernel.
@@ -83,13 +64,6 @@ enum MappingError {
     LostPage,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the value. Accesses use raw pointers
-// and routines that the compiler does not inspect. No reference into the mapping is ever created.
-// The contract of `Media` defines the allowed stores.
-unsafe impl Send for FileMedia {}
-// SAFETY: as above.
-unsafe impl Sync for FileMedia {}
-
 impl FileMedia {
     /// Maps the first `len_bytes` of `file` and determines its durability. The file must have at
     /// least that length.
@@ -100,32 +74,20 @@ impl FileMedia {
             length_bytes: len_bytes,
             source,
         };
-        if len_bytes > MAX_MAPPED_BYTES {
-            return Err(failed("mmap", io::Error::other(TooLarge)));
-        }
         let media_kind =
             MediaKind::of(&file).map_err(|e| failed("inspection", io::Error::other(e)))?;
-        // MAP_SYNC succeeds only if a mapped store is durable once it has left the CPU's caches
-        // (Linux Documentation/filesystems/dax.rst). Otherwise, the error is EOPNOTSUPP, or EINVAL
-        // on kernels without MAP_SHARED_VALIDATE. devdax accepts MAP_SYNC even for volatile memory.
-        let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
-            Ok(map) => (map, true),
-            Err(_) => {
-                (map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?, false)
-            }
-        };
-        let durability = match is_synchronous {
+        let mapping = Mapping::new(&file, len_bytes, writable).map_err(|e| failed("mmap", e))?;
+        let durability = match mapping.is_synchronous() {
             _ if media_kind.is_volatile() => Durability::Volatile,
             true => Durability::DaxSync,
             false => Durability::PageCache,
         };
         let (line_flush, guard) = (LineFlush::detect(), Guard::new());
-        let sync = Arc::default();
+        let sync = SharedSync::default();
         let (is_thin, makes_holes) = (false, false);
         let media = Self {
             file,
-            map,
-            len_bytes,
+            mapping,
             media_kind,
             durability,
             is_thin,
@@ -142,7 +104,10 @@ impl FileMedia {
     /// disk. Does nothing without a page cache.
     pub fn forget_clean_pages(&self) {
         if self.durability == Durability::PageCache {
-            page_cache::forget_clean_pages(&self.file, std::slice::from_ref(&(0..self.len_bytes)));
+            page_cache::forget_clean_pages(
+                &self.file,
+                std::slice::from_ref(&(0..self.len_bytes())),
+            );
         }
     }
 
@@ -186,25 +151,30 @@ impl FileMedia {
         &self.file
     }
 
-    /// Returns media for a larger part of the same file or device, durably. The added part reads as
-    /// zeros. This media does not change.
+    /// Adds a part of the same file or device to the media, durably. The part reads as zeros. Other
+    /// threads may use the media in the meantime. After an error, the file may be longer, and the
+    /// media of a device too.
     ///
-    /// A file is extended. A device already has its length, so its added part is erased.
-    pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
-        assert!(len_bytes > self.len_bytes);
+    /// A file is extended. In a thin file, only the blocks of `reserved` are allocated. A device
+    /// already has its length, so the part is erased.
+    pub(crate) fn grow(
+        &self,
+        added: Range<u64>,
+        reserved: Option<&Range<u64>>,
+        progress: OnProgress<'_>,
+    ) -> io::Result<()> {
         if !self.media_kind.is_device() {
-            allocate(&self.file, self.len_bytes..len_bytes, self.is_thin, progress)?;
+            assert_eq!(added.start, self.len_bytes());
+            allocate(&self.file, added.clone(), self.is_thin, progress)?;
+            reserved.map_or(Ok(()), |range| self.reserve(range))?;
             self.file.sync_all()?;
+            return self.mapping.grow(&self.file, added.end);
         }
-        // The lock is kept, because the open file is the same.
-        let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable)
-            .map_err(io::Error::other)?;
-        let mut grown = grown.thin(self.is_thin);
-        grown.sync = Arc::clone(&self.sync);
-        if self.media_kind.is_device() {
-            grown.erase_in_steps(self.len_bytes..len_bytes, progress).map_err(io::Error::other)?;
+        // Mapped first, because erasing may use the mapping.
+        if self.len_bytes() < added.end {
+            self.mapping.grow(&self.file, added.end)?;
         }
-        Ok(grown)
+        self.erase_in_steps(added, progress).map_err(io::Error::other)
     }
 
     /// Erases a large range durably and in order, and reports the progress after each step. If
@@ -230,10 +200,10 @@ impl FileMedia {
 
     #[inline]
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
-        assert_inside(offset_bytes, length_bytes, self.len_bytes);
+        assert_inside(offset_bytes, length_bytes, self.len_bytes());
         // SAFETY: the range is inside the mapping, and its offset fits into usize because mmap()
-        // accepted the length.
-        unsafe { self.map.as_ptr().add(offset_bytes as usize) }
+        // accepted the length. The address is read after the length.
+        unsafe { self.mapping.start().add(offset_bytes as usize) }
     }
 
     #[inline]
@@ -258,7 +228,7 @@ impl FileMedia {
     fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let range = offset_bytes..offset_bytes + bytes.len() as u64;
-        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes);
+        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes());
         // If the file was truncated, pwrite() would extend it again.
         self.check_length()
             .and_then(|()| self.file.write_all_at(bytes, offset_bytes))
@@ -283,7 +253,7 @@ impl FileMedia {
     /// end of the file would succeed or extend the file.
     fn check_length(&self) -> io::Result<()> {
         let metadata = self.file.metadata()?;
-        let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
+        let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes());
         if metadata.is_file() && file_bytes < media_bytes {
             return Err(io::Error::other(MappingError::Truncated { file_bytes, media_bytes }));
         }
@@ -313,7 +283,7 @@ impl FileMedia {
             .iter()
             .map(|r| {
                 r.start / PAGE_BYTES * PAGE_BYTES
-                    ..r.end.next_multiple_of(PAGE_BYTES).min(self.len_bytes)
+                    ..r.end.next_multiple_of(PAGE_BYTES).min(self.len_bytes())
             })
             .collect();
         let pages = coalesce(&pages);
@@ -361,15 +331,10 @@ impl FileMedia {
     }
 }
 
-impl Drop for FileMedia {
-    fn drop(&mut self) {
-        unmap(self.map, self.len_bytes);
-    }
-}
-
 impl Media for FileMedia {
+    #[inline]
     fn len_bytes(&self) -> u64 {
-        self.len_bytes
+        self.mapping.len_bytes()
     }
 
     #[inline]
@@ -382,7 +347,7 @@ impl Media for FileMedia {
     }
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
+        assert_inside(offset_bytes, into.len() as u64, self.len_bytes());
         let length_bytes = into.len() as u64;
         if matches!(self.media_kind, MediaKind::DevDax { .. }) {
             let pointer = self.pointer(offset_bytes, length_bytes);
@@ -402,7 +367,7 @@ impl Media for FileMedia {
     }
 
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        assert_inside(range.start, range.end - range.start, self.len_bytes);
+        assert_inside(range.start, range.end - range.start, self.len_bytes());
         let all = Some(range.clone()).filter(|range| !range.is_empty());
         match self.media_kind {
             // The range past the end of a truncated file is not a hole, and reading it must
@@ -529,13 +494,13 @@ impl Media for FileMedia {
         self.check_writable()?;
         let cut = || {
             // On a device, the space after the pool is not used and remains unchanged.
-            if !self.media_kind.is_device() && self.file.metadata()?.len() > self.len_bytes {
-                self.file.set_len(self.len_bytes)?;
+            if !self.media_kind.is_device() && self.file.metadata()?.len() > self.len_bytes() {
+                self.file.set_len(self.len_bytes())?;
                 self.file.sync_all()?;
             }
             Ok(())
         };
-        cut().map_err(|source| io_error("truncation", &(0..self.len_bytes), source))
+        cut().map_err(|source| io_error("truncation", &(0..self.len_bytes()), source))
     }
 
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -611,34 +576,6 @@ fn allocate_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> 
         write_zeros(file, &step)?;
         file.sync_data()
     })
-}
-
-fn map_shared(
-    file: &File,
-    len_bytes: u64,
-    writable: bool,
-    sync: libc::c_int,
-) -> io::Result<NonNull<u8>> {
-    let length =
-        usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
-    let kind = if sync == 0 { libc::MAP_SHARED } else { libc::MAP_SHARED_VALIDATE | sync };
-    // SAFETY: a new mapping at an address that the kernel chooses affects no other memory.
-    let map = unsafe { libc::mmap(ptr::null_mut(), length, protection, kind, file.as_raw_fd(), 0) };
-    if map == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    // Core dumps must not contain memory or data of guests. A kernel without this advice includes
-    // the mapping in core dumps.
-    // SAFETY: the advice concerns only the new mapping, and changes no content.
-    unsafe { libc::madvise(map, length, libc::MADV_DONTDUMP) };
-    Ok(NonNull::new(map.cast()).expect("mmap returns null only on request"))
-}
-
-fn unmap(map: NonNull<u8>, len_bytes: u64) {
-    // SAFETY: called once, with the address and length of an unused mapping.
-    let result = unsafe { libc::munmap(map.as_ptr().cast(), len_bytes as usize) };
-    assert_eq!(result, 0, "munmap of a whole mapping cannot fail");
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ mod file;
 mod flush;
 mod guarded;
 mod holes;
+mod mapping;
 mod media_kind;
 mod memory;
 mod page_cache;
@@ -40,10 +41,11 @@ pub(crate) use blocks::{
 };
 pub use content::{holds_bytes, is_zero};
 pub use file::FileMedia;
-pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
+pub(crate) use file::allocate;
 #[cfg(test)]
 pub(crate) use flush::recorded_ops;
 pub use guarded::handle_sigbus;
+pub(crate) use mapping::MAX_MAPPED_BYTES;
 pub use media_kind::len_bytes;
 pub(crate) use media_kind::{MediaKind, MediaKindError, sysfs_of};
 pub use memory::MemoryMedia;

@@ -11,7 +11,9 @@
 mod pages;
 
 use std::collections::{BTreeMap, HashSet};
+use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use self::pages::Pages;
@@ -24,7 +26,8 @@ const DRAWS: usize = 4;
 /// Simulated sparse media. Words that are not stored are zero.
 #[derive(Clone)]
 pub(crate) struct Simulator {
-    len_bytes: u64,
+    /// Shared by clones, so that a pool and its test see the same length.
+    len_bytes: Arc<AtomicU64>,
     state: Arc<Mutex<State>>,
 }
 
@@ -77,10 +80,12 @@ impl Random {
 impl Simulator {
     /// Creates zeroed media.
     pub(crate) fn new(len_bytes: u64) -> Self {
-        Self {
-            len_bytes,
-            state: Arc::new(Mutex::new(State { file_bytes: len_bytes, ..State::default() })),
-        }
+        Self::with_state(State { file_bytes: len_bytes, ..State::default() })
+    }
+
+    fn with_state(state: State) -> Self {
+        let len_bytes = Arc::new(AtomicU64::new(state.file_bytes));
+        Self { len_bytes, state: Arc::new(Mutex::new(state)) }
     }
 
     /// Returns the length of the file, which may be longer than the media.
@@ -90,20 +95,28 @@ impl Simulator {
 
     /// Returns media for the first part of the same file.
     pub(crate) fn part(&self, len_bytes: u64) -> Self {
+        let len_bytes = Arc::new(AtomicU64::new(len_bytes));
         let media = Self { len_bytes, state: Arc::clone(&self.state) };
-        assert!(len_bytes <= media.file_bytes());
+        assert!(media.len_bytes() <= media.file_bytes());
         media
     }
 
-    /// Returns media for the same file with a larger length, durably. A crash during the call
-    /// leaves the old or the new length.
-    pub(crate) fn grown(&self, len_bytes: u64) -> Self {
+    /// Changes the length of this media and its clones to a part of the file.
+    pub(crate) fn set_len(&self, len_bytes: u64) {
+        assert!(len_bytes <= self.file_bytes());
+        self.len_bytes.store(len_bytes, Ordering::Relaxed);
+    }
+
+    /// Extends the file, durably, and the media. A crash during the call leaves the old or the new
+    /// length.
+    pub(crate) fn extend(&self, len_bytes: u64) -> io::Result<()> {
         let mut state = self.state();
         state.take_point();
         state.file_bytes = len_bytes;
         state.take_point();
         drop(state);
-        self.part(len_bytes)
+        self.set_len(len_bytes);
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -252,7 +265,7 @@ impl CrashPoint {
         let durable = self.durable.clone();
         let state =
             State { file_bytes: self.file_bytes, durable, visible, pending, ..State::default() };
-        Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
+        Simulator::with_state(state)
     }
 
     /// Returns the image in which word i has its value number `pick[i]`. 0 is the durable value,
@@ -266,7 +279,7 @@ impl CrashPoint {
         }
         let untracked = Some(visible.digest());
         let state = State { file_bytes: self.file_bytes, visible, untracked, ..State::default() };
-        Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
+        Simulator::with_state(state)
     }
 }
 
@@ -284,7 +297,7 @@ fn digits(mut number: usize, choices: &[usize]) -> Vec<usize> {
 
 impl Media for Simulator {
     fn len_bytes(&self) -> u64 {
-        self.len_bytes
+        self.len_bytes.load(Ordering::Relaxed)
     }
 
     fn durability(&self) -> Durability {
@@ -292,25 +305,25 @@ impl Media for Simulator {
     }
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
+        assert_inside(offset_bytes, into.len() as u64, self.len_bytes());
         self.state().visible.read(offset_bytes, into);
         Ok(())
     }
 
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
-        assert_inside(range.start, range.end - range.start, self.len_bytes);
+        assert_inside(range.start, range.end - range.start, self.len_bytes());
         let first = self.state().visible.words(range).next();
         Ok(first.map(|(at, _)| at..at + 8))
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         assert!(offset_bytes.is_multiple_of(8));
-        assert_inside(offset_bytes, 8, self.len_bytes);
+        assert_inside(offset_bytes, 8, self.len_bytes());
         Ok(self.state().visible.load(offset_bytes))
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes);
+        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes());
         assert!(
             offset_bytes.is_multiple_of(8) && bytes.len().is_multiple_of(8),
             "the pool stores whole words"
@@ -340,10 +353,10 @@ impl Media for Simulator {
     fn truncate_tail(&self) -> Result<(), MediaError> {
         let mut state = self.state();
         state.take_point();
-        state.file_bytes = self.len_bytes;
-        state.durable.truncate(self.len_bytes);
-        state.visible.truncate(self.len_bytes);
-        state.pending.split_off(&self.len_bytes);
+        state.file_bytes = self.len_bytes();
+        state.durable.truncate(self.len_bytes());
+        state.visible.truncate(self.len_bytes());
+        state.pending.split_off(&self.len_bytes());
         state.take_point();
         Ok(())
     }

@@ -67,6 +67,8 @@ pub enum PoolError {
         Size(*device_bytes).rounded()
     )]
     DeviceTooSmall { path: PathBuf, needed_bytes: u64, device_bytes: u64 },
+    #[error("pool {path} is already growing")]
+    Growing { path: PathBuf },
     #[error("pool {path}: {reason}, so a size is required")]
     SizeNeeded { path: PathBuf, reason: &'static str },
     #[error(

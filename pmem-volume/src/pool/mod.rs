@@ -100,8 +100,8 @@ pub struct Pool<M: Media = FileMedia> {
     path: PathBuf,
     mode: OpenMode,
     media: M,
-    superblock: Superblock,
-    table: ChunkTable,
+    /// Changes only while the state is locked. Never locked during an access to the media.
+    superblock: Mutex<Superblock>,
     /// Words of a committed transaction that a crash interrupted. Reads of a pool that is open for
     /// reading use these words instead of the media's. A writer stores them when it opens the pool.
     redo: BTreeMap<u64, u64>,
@@ -126,8 +126,6 @@ pub struct Pool<M: Media = FileMedia> {
 
 /// State derived from the media at open, and kept consistent with it.
 struct State {
-    /// True if the feature bit for thin volumes is durably set.
-    allows_thin_volumes: bool,
     buddy: Buddy,
     volumes: BTreeMap<Slot, VolumeEntry>,
     /// Volumes that are open in this process.
@@ -240,6 +238,8 @@ impl VolumeSums {
 /// Number of chunks in each state. The buddy allocator counts the free ones.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
+    /// All chunks of the pool.
+    total: u32,
     metadata: u32,
     memory: u32,
     volume: u32,
@@ -377,7 +377,7 @@ impl<M: Media> Pool<M> {
 
     /// Identity of the pool.
     pub fn uuid(&self) -> Uuid {
-        self.superblock.uuid
+        self.superblock().uuid
     }
 
     /// Events after which flushed data is still present.
@@ -387,13 +387,13 @@ impl<M: Media> Pool<M> {
 
     /// Returns true if free chunks are holes. On tmpfs they always are.
     fn is_thin(&self) -> bool {
-        self.superblock.is_thin || self.makes_holes()
+        self.superblock().is_thin || self.makes_holes()
     }
 
     /// Returns true if erasing creates holes. Some file systems do not support holes, even if the
     /// pool was created as thin.
     fn makes_holes(&self) -> bool {
-        self.media.as_file().map_or(self.superblock.is_thin, FileMedia::makes_holes)
+        self.media.as_file().map_or(self.superblock().is_thin, FileMedia::makes_holes)
     }
 
     /// Returns true if the pool is open for writing and no write to it has failed.
@@ -406,13 +406,14 @@ impl<M: Media> Pool<M> {
     pub fn info(&self) -> PoolInfo {
         let totals = *locked(&self.totals);
         let Totals { counts, free, volumes, volume_sums, .. } = totals;
+        let superblock = self.superblock();
         PoolInfo {
-            uuid: self.superblock.uuid,
+            uuid: superblock.uuid,
             format_version: layout::FORMAT_VERSION,
             durability: self.durability(),
             thin: self.is_thin(),
-            total_bytes: self.superblock.size_bytes(),
-            reserve_bytes: self.superblock.strg_bytes,
+            total_bytes: bytes(counts.total),
+            reserve_bytes: superblock.strg_bytes,
             reserved_bytes: bytes(counts.volume) + self.withheld_bytes(totals),
             promised_bytes: volume_sums.promised_chunks.saturating_mul(CHUNK_BYTES),
             provisioned_bytes: volume_sums.provisioned_chunks.saturating_mul(CHUNK_BYTES),
@@ -467,7 +468,7 @@ impl<M: Media> Pool<M> {
         let volume_bytes = bytes(totals.counts.volume);
         totals.loan.withheld_bytes(
             totals.available_bytes(),
-            self.superblock.strg_bytes.saturating_sub(volume_bytes),
+            self.superblock().strg_bytes.saturating_sub(volume_bytes),
             totals.unallocated_bytes(),
         )
     }
@@ -512,19 +513,27 @@ impl<M: Media> Pool<M> {
 
     /// Sets the feature bit for thin volumes. It must be called before the first record of a thin
     /// volume is written.
-    fn allow_thin_volumes(&self, state: &mut State) -> Result<(), PoolError> {
-        if !state.allows_thin_volumes {
-            self.latch(superblock::allow_thin_volumes(self.media(), &self.superblock))?;
-            state.allows_thin_volumes = true;
+    fn allow_thin_volumes(&self, _locked: &mut State) -> Result<(), PoolError> {
+        let superblock = self.superblock();
+        if !superblock.has_thin_volumes {
+            let changed = self.latch(superblock::allow_thin_volumes(self.media(), &superblock))?;
+            self.set_superblock(changed);
         }
         Ok(())
     }
 
-    /// Returns the superblock with the feature bit for thin volumes as it is now. If both copies on
-    /// the media have been damaged since the pool was opened, they are rewritten from it.
-    fn current_superblock(&self) -> Superblock {
-        let has_thin_volumes = self.lock_state().allows_thin_volumes;
-        Superblock { has_thin_volumes, ..self.superblock.clone() }
+    /// Returns the superblock as it is now. If both copies on the media have been damaged since the
+    /// pool was opened, they are rewritten from it.
+    fn superblock(&self) -> Superblock {
+        locked(&self.superblock).clone()
+    }
+
+    fn set_superblock(&self, superblock: Superblock) {
+        *locked(&self.superblock) = superblock;
+    }
+
+    fn table(&self) -> ChunkTable {
+        ChunkTable::new(&locked(&self.superblock))
     }
 
     /// Latches the pool read-only at the first media failure, because the durability of writes is
@@ -559,7 +568,8 @@ impl<M: Media> Pool<M> {
     }
 
     fn persist_entries(&self, runs: &[Run]) -> Result<(), MediaError> {
-        let ranges: Vec<_> = runs.iter().map(|run| self.table.byte_range(*run)).collect();
+        let table = self.table();
+        let ranges: Vec<_> = runs.iter().map(|run| table.byte_range(*run)).collect();
         self.media().persist(&ranges)
     }
 }

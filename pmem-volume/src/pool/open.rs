@@ -153,15 +153,13 @@ impl<M: Media> Pool<M> {
             // be attached to a guest as a disk.
             let _ = Mark::Pool.set(media.file());
         }
-        let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
         let totals = Mutex::new(state.totals());
         Ok(Arc::new(Pool {
             path,
             mode,
             media: pool_media,
-            superblock,
-            table,
+            superblock: Mutex::new(superblock),
             redo: if writable { BTreeMap::new() } else { words },
             latched: OnceLock::new(),
             state: Mutex::new(state),
@@ -182,6 +180,7 @@ impl State {
         scan.to_scrub.iter().for_each(|run| scrub.add(*run));
         let volume = scan.volumes.values().map(|v| v.allocated()).sum();
         let mut counts = Counts {
+            total: superblock.chunks,
             metadata: scan.metadata_chunks,
             memory: scan.lent.iter().map(|run| run.chunks).sum(),
             volume,
@@ -194,7 +193,6 @@ impl State {
         counts.damaged = superblock.chunks - known_chunks - buddy.free_chunks();
         let volume_sums = VolumeSums::of(&scan.volumes);
         State {
-            allows_thin_volumes: superblock.has_thin_volumes,
             buddy,
             volumes: scan.volumes,
             open_volumes: vec![],

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::super::recorded_ops::{RecordedOp, not_durable, record_ops};
 use super::*;
+use crate::media::MAX_MAPPED_BYTES;
 
 fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
     let file = tempfile::tempfile_in(folder).unwrap();
@@ -159,43 +160,24 @@ fn file_on_disk_keeps_all_blocks_when_erased() {
     assert!(media.file().metadata().unwrap().blocks() * 512 >= 2 * CHUNK_BYTES);
 }
 
-#[test]
-fn media_grows_and_its_tail_can_be_cut() {
-    for folder in folders() {
-        let media = media_in(&folder, CHUNK_BYTES);
-        media.store_word(8, 7).unwrap();
-        let grown = media.grown(3 * CHUNK_BYTES, &mut ignore_progress).unwrap();
-        assert_eq!(grown.load_word(8).unwrap(), 7);
-        assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
-        grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
-        drop(grown);
-        media.truncate_tail().unwrap();
-        assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
-        assert_eq!(
-            media
-                .grown(3 * CHUNK_BYTES, &mut ignore_progress)
-                .unwrap()
-                .load_word(2 * CHUNK_BYTES)
-                .unwrap(),
-            0
-        );
-    }
+fn grow(media: &FileMedia, len_bytes: u64) {
+    media.grow(media.len_bytes()..len_bytes, None, &mut ignore_progress).unwrap();
 }
 
 #[test]
-fn failed_flush_fails_for_all_media_with_the_same_open_file() {
-    let media = media_in(&std::env::current_dir().unwrap(), 2 * CHUNK_BYTES);
-    if media.durability() != Durability::PageCache {
-        eprintln!("skipped: the folder is {}", media.durability().name());
-        return;
-    }
-    let grown = media.grown(3 * CHUNK_BYTES, &mut ignore_progress).unwrap();
-    grown.persist_range(0..8).unwrap();
-    media.file().set_len(CHUNK_BYTES).unwrap();
-    media.persist_range(0..8).unwrap_err();
-    media.file().set_len(3 * CHUNK_BYTES).unwrap();
-    for media in [&media, &grown] {
-        assert!(matches!(media.persist_range(0..8), Err(MediaError::Io { .. })));
+fn media_grows_while_its_addresses_are_in_use_and_its_tail_can_be_cut() {
+    for folder in folders() {
+        let media = media_in(&folder, CHUNK_BYTES);
+        media.store_word(8, 7).unwrap();
+        media.file().set_len(3 * CHUNK_BYTES).unwrap();
+        media.truncate_tail().unwrap();
+        assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
+        let before = media.mapping.start();
+        grow(&media, 3 * CHUNK_BYTES);
+        assert_eq!(media.load_word(2 * CHUNK_BYTES).unwrap(), 0);
+        media.store_word(8, 9).unwrap();
+        // SAFETY: the word is inside the first mapping, which remains.
+        assert_eq!(unsafe { before.add(8).cast::<u64>().read_volatile() }, 9);
     }
 }
 
@@ -222,11 +204,11 @@ fn read_only_media_refuses_stores() {
 }
 
 /// Returns the flags of the mapping at `start` (VmFlags in proc_pid_smaps(5)).
-fn mapping_flags(start: NonNull<u8>) -> String {
+fn mapping_flags(start: *mut u8) -> String {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut lines = smaps.lines().skip_while(|line| {
         let range = line.split_once('-').map(|(start, _)| u64::from_str_radix(start, 16));
-        range != Some(Ok(start.as_ptr() as u64))
+        range != Some(Ok(start as u64))
     });
     lines.find_map(|line| line.strip_prefix("VmFlags: ")).expect("a mapping").to_owned()
 }
@@ -235,11 +217,12 @@ fn mapping_flags(start: NonNull<u8>) -> String {
 fn core_dumps_exclude_mapped_files() {
     for folder in folders() {
         let media = media_in(&folder, CHUNK_BYTES);
-        let grown = media.grown(2 * CHUNK_BYTES, &mut ignore_progress).unwrap();
         let read_only =
             FileMedia::new(media.file().try_clone().unwrap(), CHUNK_BYTES, false).unwrap();
-        for media in [&media, &grown, &read_only] {
-            let flags = mapping_flags(media.map);
+        let old = media.mapping.start();
+        grow(&media, 2 * CHUNK_BYTES);
+        for start in [old, media.mapping.start(), read_only.mapping.start()] {
+            let flags = mapping_flags(start);
             assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
         }
     }

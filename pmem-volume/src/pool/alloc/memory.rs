@@ -64,8 +64,9 @@ impl<M: Media> Pool<M> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         let mut state = self.lock_for_change()?;
         self.check_lent(extents)?;
+        let table = self.table();
         for chunk in runs.iter().flat_map(|run| run.ids()) {
-            self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+            self.latch(table.set_owner(self.media(), chunk, Owner::Scrub))?;
         }
         state.counts.memory -= chunks;
         state.counts.scrubbing += chunks;
@@ -80,31 +81,29 @@ impl<M: Media> Pool<M> {
         runs: &[Run],
         owner: impl Fn(u32) -> Owner,
     ) -> Result<(), MediaError> {
-        let media = self.media();
+        let (media, table) = (self.media(), self.table());
         for (position, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
-            self.table.set_owner(media, chunk, owner(position as u32))?;
-            self.table.count_use(media, chunk)?;
+            table.set_owner(media, chunk, owner(position as u32))?;
+            table.count_use(media, chunk)?;
         }
         self.persist_entries(runs)
     }
 
     /// Checks that all chunks of `extents` are lent and that none occurs twice.
     fn check_lent(&self, extents: &[Extent]) -> Result<(), PoolError> {
+        let table = self.table();
         let mut sorted = extents.to_vec();
         sorted.sort_unstable();
         for (at, extent) in sorted.iter().enumerate() {
             let not_lent = || PoolError::NotLent { extent: *extent };
-            let end = extent
-                .start
-                .0
-                .checked_add(extent.chunks())
-                .filter(|end| *end <= self.table.entries());
+            let end =
+                extent.start.0.checked_add(extent.chunks()).filter(|end| *end <= table.entries());
             let twice = at > 0 && sorted[at - 1].start.0 + sorted[at - 1].chunks() > extent.start.0;
             if end.is_none() || twice {
                 return Err(not_lent());
             }
             for chunk in extent.run().ids() {
-                if self.latch(self.table.owner(self.media(), chunk))? != Ok(Owner::Memory) {
+                if self.latch(table.owner(self.media(), chunk))? != Ok(Owner::Memory) {
                     return Err(not_lent());
                 }
             }

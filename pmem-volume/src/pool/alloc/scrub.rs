@@ -147,8 +147,9 @@ impl<M: Media> Pool<M> {
     }
 
     fn mark_free(&self, batch: &[Run]) -> Result<(), MediaError> {
+        let table = self.table();
         for chunk in batch.iter().flat_map(|run| run.ids()) {
-            self.table.set_owner(self.media(), chunk, Owner::Free)?;
+            table.set_owner(self.media(), chunk, Owner::Free)?;
         }
         Ok(())
     }

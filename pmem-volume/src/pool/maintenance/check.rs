@@ -153,9 +153,10 @@ impl<M: Media> Pool<M> {
                 // changed since.
                 pool.extend(state.findings.iter().filter(|f| is_found_at_open(f)).cloned());
             }
-            let log = redo_log::read(self.media(), &self.superblock)?;
+            let superblock = self.superblock();
+            let log = redo_log::read(self.media(), &superblock)?;
             let media = Redone::new(self.media(), &log);
-            let scan = scan(&media, &self.superblock)?;
+            let scan = scan(&media, &superblock)?;
             let mut found = scan.findings;
             free = scan.free;
             if self.mode == crate::pool::OpenMode::ReadWrite {
@@ -226,8 +227,9 @@ impl<M: Media> Pool<M> {
         while at < run.end() {
             let chunks = LOCKED_CHUNKS.min(run.end().0 - at.0);
             let _state = self.lock_state();
+            let table = self.table();
             for chunk in (Run { start: at, chunks }).ids() {
-                if self.table.owner(self.media(), chunk)? == Ok(Owner::Free) {
+                if table.owner(self.media(), chunk)? == Ok(Owner::Free) {
                     let one = Run { start: chunk, chunks: 1 };
                     finder.search(self.media(), one, &mut |_| {}, name)?;
                 }

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 use crate::pool::file::free_space::{FileSystem, check_device, check_free_space, file_too_large};
-use crate::pool::format::chunk::{ChunkId, Run};
+use crate::pool::format::chunk::{ChunkId, Run, runs};
 use crate::pool::format::layout::CHUNK_ENTRY_BYTES;
 use crate::pool::format::superblock::{Superblock, rewrite};
 use crate::pool::format::table::{ChunkTable, Owner};
 use crate::pool::open::cancel_growth;
-use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError};
+use crate::pool::{MAX_POOL_BYTES, OpenMode, Pool, PoolError, State};
 use crate::progress::{OnProgress, ignore_progress};
 use foreshore_types::size::Size;
 
@@ -34,47 +34,59 @@ impl Pool {
         progress: OnProgress<'_>,
     ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
-        let media = pool.media();
-        let size_bytes = pool.target_bytes(size_bytes)?;
-        let old = pool.current_superblock();
+        pool.grow_in_use(size_bytes, force, progress)?;
+        Ok(pool)
+    }
+
+    /// Enlarges an open pool as [`Pool::grow_with`] does, while other threads use it. They wait
+    /// only while the chunk table is written.
+    pub fn grow_in_use(
+        &self,
+        size_bytes: Option<u64>,
+        force: bool,
+        progress: OnProgress<'_>,
+    ) -> Result<(), PoolError> {
+        let (path, media, old) = (&*self.path, self.media(), self.superblock());
+        let size_bytes = self.target_bytes(&old, size_bytes)?;
         let new = plan(&old, size_bytes)?;
-        let old_bytes = old.size_bytes();
-        let own_bytes = new_table(&old, &new).map_or(0, |range| range.end - range.start);
-        let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
+        let added = old.size_bytes()..size_bytes;
+        let table = new_table(&old, &new);
+        let own_bytes = table.as_ref().map_or(0, |range| range.end - range.start);
+        let needed_bytes = if new.is_thin { own_bytes } else { added.end - added.start };
         if media.media_kind().is_device() {
-            check_device(path, size_bytes, pool.device_bytes()?)?;
+            check_device(path, size_bytes, self.device_bytes()?)?;
             if !force {
-                pool.check_range_empty(old_bytes..size_bytes)?;
+                self.check_range_empty(added.clone())?;
             }
         } else {
             check_free_space(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
         }
-        let extend = |media: &FileMedia| {
-            let grown = media.grown(size_bytes, progress)?;
-            new_table(&old, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
-            Ok(grown)
-        };
-        // The lock is kept, because both media use the same open file.
-        let grown = grow_media(media, &old, &new, extend).map_err(|failure| match failure {
-            Failure::NoSpace(source) if media.media_kind().is_device() => {
-                PoolError::File { path: path.to_owned(), action: "erase the added part of", source }
-            }
-            Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
-                file_too_large(size_bytes)
-            }
-            Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
-            Failure::Media(error) => error.into(),
-        })?;
-        Self::from_media(path.to_owned(), OpenMode::ReadWrite, grown, new, vec![])
+        self.grow_on(size_bytes, |media| media.grow(added, table.as_ref(), progress)).map_err(
+            |failure| match failure {
+                Failure::NoSpace(source) if media.media_kind().is_device() => {
+                    let action = "erase the added part of";
+                    PoolError::File { path: path.to_owned(), action, source }
+                }
+                Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                    file_too_large(size_bytes)
+                }
+                Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
+                Failure::Pool(error) => error,
+            },
+        )
     }
 
     /// Returns the requested size, or the size of the device.
-    fn target_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
+    fn target_bytes(
+        &self,
+        current: &Superblock,
+        size_bytes: Option<u64>,
+    ) -> Result<u64, PoolError> {
         match size_bytes {
             Some(bytes) => Ok(bytes),
             None if self.media().media_kind().is_device() => {
                 let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
-                match device_bytes > self.superblock.size_bytes() {
+                match device_bytes > current.size_bytes() {
                     true => Ok(device_bytes),
                     false => {
                         Err(PoolError::DeviceNotGrown { path: self.path.clone(), device_bytes })
@@ -125,44 +137,76 @@ fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
 pub(in crate::pool) enum Failure {
     /// The file could not be extended, or the device could not be erased. The pool is unchanged.
     NoSpace(io::Error),
-    /// The media failed. The next open finds the old or the new size.
-    Media(MediaError),
+    /// The growth was refused, or the media failed. In the latter case, the next open finds the old
+    /// or the new size.
+    Pool(PoolError),
 }
 
-impl From<MediaError> for Failure {
-    fn from(error: MediaError) -> Self {
-        Failure::Media(error)
+impl From<PoolError> for Failure {
+    fn from(error: PoolError) -> Self {
+        Failure::Pool(error)
     }
 }
 
-/// Grows a pool, and returns its media with the new length.
-///
-/// 1. Announce the future file size in the superblock. From here on, a longer file is not damage.
-/// 2. Extend the file, or erase the part of the device for the new chunks. Make the change durable.
-/// 3. Store the table entries of the new chunks after the old ones or in a new table, and persist
-///    them.
-/// 4. Write the superblock with the new size and table. From here on, the pool is larger.
-///
-/// If the table moved, the new table lists the chunks of the old one as leftovers. The next open
-/// marks them for erasing.
-pub(in crate::pool) fn grow_media<M: Media>(
-    media: &M,
-    old: &Superblock,
-    new: &Superblock,
-    extend: impl FnOnce(&M) -> io::Result<M>,
-) -> Result<M, Failure> {
-    announce_growth(media, old, new)?;
-    let grown = match extend(media) {
-        Ok(grown) => grown,
-        Err(error) => {
+impl<M: Media> Pool<M> {
+    /// Grows a pool, whose media `extend` lengthens.
+    ///
+    /// 1. Announce the future file size in the superblock. From here on, a longer file is not
+    ///    damage.
+    /// 2. Extend the file, or erase the part of the device for the new chunks. Make the change
+    ///    durable. This takes long, so the state is not locked.
+    /// 3. Store the table entries of the new chunks after the old ones or in a new table, and
+    ///    persist them. The state is locked, because a change of the old table would be lost.
+    /// 4. Write the superblock with the new size and table. From here on, the pool is larger.
+    ///
+    /// If the table moved, the chunks of the old one are marked for erasing in the new one.
+    pub(in crate::pool) fn grow_on(
+        &self,
+        size_bytes: u64,
+        extend: impl FnOnce(&M) -> io::Result<()>,
+    ) -> Result<(), Failure> {
+        let new = self.announce(size_bytes)?;
+        let extended = extend(self.media());
+        let mut state = self.lock_for_change()?;
+        let old = self.superblock();
+        if let Err(error) = extended {
             // If this fails too, the next open withdraws the announcement.
-            cancel_growth(media, old)?;
+            self.set_superblock(self.latch(cancel_growth(self.media(), &old))?);
             return Err(Failure::NoSpace(error));
         }
-    };
-    write_table(&grown, old, new)?;
-    rewrite(&grown, new)?;
-    Ok(grown)
+        // The first thin volume may have been created in the meantime.
+        let new = Superblock { has_thin_volumes: old.has_thin_volumes, ..new };
+        self.latch(write_table(self.media(), &old, &new))?;
+        self.latch(rewrite(self.media(), &new))?;
+        self.add_grown_part(&mut state, &old, &new);
+        Ok(())
+    }
+
+    /// Performs step 1, and returns the superblock after step 4.
+    fn announce(&self, size_bytes: u64) -> Result<Superblock, PoolError> {
+        let _state = self.lock_for_change()?;
+        let old = self.superblock();
+        if old.growing_to_bytes > 0 {
+            return Err(PoolError::Growing { path: self.path.clone() });
+        }
+        let new = plan(&old, size_bytes)?;
+        self.set_superblock(self.latch(announce_growth(self.media(), &old, &new))?);
+        Ok(new)
+    }
+
+    /// Makes the new chunks available.
+    fn add_grown_part(&self, state: &mut State, old: &Superblock, new: &Superblock) {
+        self.set_superblock(new.clone());
+        let is_left = |chunk: &ChunkId| old.is_metadata(*chunk) && !new.is_metadata(*chunk);
+        let left = runs((0..old.chunks).map(ChunkId).filter(is_left));
+        let first = new_table(old, new).map_or(old.chunks, |_| new.chunk_table_end_chunk() as u32);
+        state.buddy.free_run(Run { start: ChunkId(first), chunks: new.chunks - first });
+        state.counts.total = new.chunks;
+        state.counts.metadata = new.metadata_chunks();
+        state.counts.scrubbing += left.iter().map(|run| run.chunks).sum::<u32>();
+        // Also notifies threads that wait for clean chunks.
+        self.queue_scrub(state, &left);
+    }
 }
 
 /// Returns the superblock of the grown pool. If the chunks of the table have space for the new
@@ -207,14 +251,16 @@ pub(in crate::pool) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superbl
     Ok(moved)
 }
 
-/// Performs step 1 of a growth.
+/// Performs step 1 of a growth, and returns the superblock after it.
 pub(in crate::pool) fn announce_growth(
     media: &dyn Media,
     old: &Superblock,
     new: &Superblock,
-) -> Result<(), MediaError> {
+) -> Result<Superblock, MediaError> {
     let sequence = old.sequence.wrapping_add(1);
-    rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
+    let announced = Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() };
+    rewrite(media, &announced)?;
+    Ok(announced)
 }
 
 /// Performs step 3 of a growth. The entries have no effect until the superblock refers to them.

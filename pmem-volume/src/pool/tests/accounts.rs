@@ -70,7 +70,7 @@ fn holes_of_a_thin_volume_are_promised_but_not_allocated() {
         reserve_chunks: 20,
         created_unix_s: 1,
     };
-    for offset in pool.superblock.volume_record_offsets(slot) {
+    for offset in pool.superblock().volume_record_offsets(slot) {
         media.store(offset, record.to_bytes().as_bytes()).unwrap();
     }
     drop(pool);

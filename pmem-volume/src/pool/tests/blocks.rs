@@ -114,7 +114,7 @@ fn pool_without_room_for_its_blocks_is_opened_read_only() {
     match Pool::create_with(&path, options) {
         Ok(pool) => {
             // Simulates a sparse copy of a pool that is not thin.
-            let solid = Superblock { is_thin: false, sequence: 100, ..pool.superblock.clone() };
+            let solid = Superblock { is_thin: false, sequence: 100, ..pool.superblock() };
             mirrored::write(pool.media(), SUPERBLOCK_OFFSETS, &solid.to_bytes()).unwrap();
         }
         Err(PoolError::Size { .. }) => {

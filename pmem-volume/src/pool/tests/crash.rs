@@ -62,7 +62,8 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<OtherPoo
     let path = Path::new("simulated");
     let length = open_steps::Length::File(image.file_bytes());
     let (superblock, findings) = open_steps::select_superblock(path, copies, length, mode)?;
-    let media: Box<dyn Media> = Box::new(image.part(superblock.size_bytes()));
+    image.set_len(superblock.size_bytes());
+    let media: Box<dyn Media> = Box::new(image.clone());
     Pool::from_media(path.to_owned(), mode, media, superblock, findings)
 }
 
@@ -284,7 +285,7 @@ pub(super) fn writer_features(media: &dyn Media) -> Vec<u64> {
 
 /// Checks that free chunks are zero.
 fn verify_free(image: &Simulator, pool: &OtherPool) -> Result<(), String> {
-    let table = ChunkTable::new(&pool.superblock);
+    let table = ChunkTable::new(&pool.superblock());
     for chunk in (0..table.entries()).map(ChunkId) {
         let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
         if is_free && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
@@ -309,7 +310,7 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<OtherPool>) -> Result<(
     scrub(image, pool)?;
     let owned: u64 = pool.volumes().iter().map(|volume| volume.allocated_bytes).sum();
     let info = pool.info();
-    let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
+    let metadata_bytes = u64::from(pool.superblock().metadata_chunks()) * CHUNK_BYTES;
     let free = info.total_bytes - metadata_bytes - owned;
     if image.file_bytes() != info.total_bytes {
         return Err(format!(
@@ -354,7 +355,7 @@ fn rename_that_writes_both_copies_at_once_is_detected() {
     let old = pool.lock_state().volumes[&slot].record.clone();
     let name: VolumeName = "w".parse().unwrap();
     let record = volume_record::VolumeRecord { sequence: old.sequence + 1, name, ..old }.to_bytes();
-    let offsets = pool.superblock.volume_record_offsets(slot);
+    let offsets = pool.superblock().volume_record_offsets(slot);
     for offset in offsets {
         media.store(offset, record.as_bytes()).unwrap();
         // Omitted: the persist of the first copy before the second one is written.
@@ -385,7 +386,7 @@ pub(super) fn must_be_detected(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> S
 fn lending_before_the_mark_is_durable_is_detected() {
     let error = must_be_detected(|media, pool| {
         let chunk = ChunkId(10);
-        pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
+        pool.table().set_owner(media, chunk, Owner::Memory).unwrap();
         // Omitted: the persist.
         fill_memory(media, &[Extent::chunk(chunk)]);
     });
@@ -398,7 +399,7 @@ fn erasing_a_volume_before_its_record_is_detected() {
         let run = pool.open_volume("v").unwrap().extents()[0].run;
         media.erase(&[run.byte_range()]).unwrap();
         let empty = volume_record::empty_record(table::Slot(0), 9);
-        mirrored::write(media, pool.superblock.volume_record_offsets(table::Slot(0)), &empty)
+        mirrored::write(media, pool.superblock().volume_record_offsets(table::Slot(0)), &empty)
             .unwrap();
     });
     assert!(error.contains("has lost chunk"), "{error}");
@@ -423,7 +424,7 @@ fn record_before_its_chunks_is_detected() {
             created_unix_s: 1,
         };
         record.sequence = empty.sequence.get() + 1;
-        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &record.to_bytes())
+        mirrored::write(media, pool.superblock().volume_record_offsets(slot), &record.to_bytes())
             .unwrap();
         let run = Run { start: ChunkId(6), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();

@@ -174,7 +174,7 @@ fn delete_and_make(start: &Start) {
 
 /// Combines everything that opening corrects: different copies, a wear word, memory and leftovers.
 fn reopen_after_operations(start: &Start) {
-    let (media, superblock) = (&start.media, &start.pool.superblock);
+    let (media, superblock) = (&start.media, &start.pool.superblock());
     let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
     flip(layout::SUPERBLOCK_OFFSETS[1] + 72);
     flip(superblock.volume_record_offsets(Slot(0))[0] + 64);
@@ -197,11 +197,8 @@ fn reopen_after_operations(start: &Start) {
 fn grow_the_pool(start: &Start) {
     let pool = open(&start.media).unwrap();
     let size_bytes = u64::from(CHUNKS + 3) * CHUNK_BYTES;
-    let new = grow::plan(&pool.superblock, size_bytes).unwrap();
-    let grown =
-        grow::grow_media(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes)))
-            .unwrap();
-    drop(open(&grown).unwrap());
+    pool.grow_on(size_bytes, |_| start.media.extend(size_bytes)).unwrap();
+    drop(open(&start.media).unwrap());
 }
 
 #[test]

@@ -5,7 +5,9 @@ use super::crash::{
     Volumes, fill_volume, new_pool_with, open, report_images, verify_points, volumes_of,
 };
 use super::*;
+use crate::btt::Engine;
 use crate::media::simulator::{Random, Simulator};
+use crate::progress::ignore_progress;
 
 const CHUNKS: u32 = 14;
 const GROWN: u32 = 17;
@@ -28,9 +30,18 @@ fn new_bytes() -> u64 {
 
 /// Opens the images, and returns the sizes of their pools.
 fn observed_sizes(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<u64>, String> {
+    observed_sizes_with(media, &[volumes], bound)
+}
+
+/// Opens the images, whose volumes should match one of `allowed`.
+fn observed_sizes_with(
+    media: &Simulator,
+    allowed: &[&Volumes],
+    bound: usize,
+) -> Result<Vec<u64>, String> {
     let points = media.take_points();
     let mut random = Random::new(17);
-    let images = verify_points(&points, bound, &[volumes], &mut random)?;
+    let images = verify_points(&points, bound, allowed, &mut random)?;
     report_images(images);
     let mut sizes: Vec<u64> = points
         .iter()
@@ -47,50 +58,92 @@ fn crash_in_a_growth_leaves_the_old_or_new_size_and_all_volumes() {
     for (table_offset, moves) in [(CHUNK_BYTES, false), (TABLE_AT_THE_END, true)] {
         let (media, pool, volumes) = with_volume(table_offset);
         pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
-        let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+        let new = grow::plan(&pool.superblock(), new_bytes()).unwrap();
         assert_eq!(new.chunk_table_offset == u64::from(CHUNKS) * CHUNK_BYTES, moves);
         media.record();
-        let grown =
-            grow::grow_media(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
-        // Performs the last step of Pool::grow().
-        drop(open(&grown).unwrap());
+        pool.grow_on(new_bytes(), |_| media.extend(new_bytes())).unwrap();
         let sizes = observed_sizes(&media, &volumes, 160).unwrap();
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
-        let pool = open(&grown).unwrap();
-        assert_eq!(pool.superblock, new);
+        assert_eq!(pool.superblock(), new);
         pool.scrub_all().unwrap();
         assert_eq!(pool.info().metadata_bytes, 2 * CHUNK_BYTES, "the old table's chunk is free");
         assert_eq!(pool.check().unwrap().pool, []);
     }
 }
 
+/// Creates the first thin volume, and exchanges lent chunks.
+fn change_chunks(pool: &OtherPool) {
+    let size = VolumeSize::Bytes(10 * CHUNK_BYTES);
+    let options =
+        VolumeOptions { size, format: VolumeFormat::Btt, thin: true, reserve_bytes: Some(0) };
+    pool.create_volume_with("w", options).unwrap();
+    let extents = pool.alloc_memory(CHUNK_BYTES).unwrap();
+    pool.alloc_memory(CHUNK_BYTES).unwrap();
+    pool.free_memory(&extents).unwrap();
+}
+
+#[test]
+fn changes_during_a_growth_survive_a_crash() {
+    for table_offset in [CHUNK_BYTES, TABLE_AT_THE_END] {
+        let (media, pool, before) = with_volume(table_offset);
+        media.record();
+        let grown = pool.grow_on(new_bytes(), |_| {
+            change_chunks(&pool);
+            media.extend(new_bytes())
+        });
+        grown.unwrap();
+        pool.alloc_memory(pool.info().lendable_bytes).unwrap();
+        assert_states_add_up(&pool.info());
+        let after = volumes_of(&pool);
+        let sizes = observed_sizes_with(&media, &[&before, &after], 160).unwrap();
+        assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
+        assert_eq!(pool.check().unwrap().pool, []);
+    }
+}
+
+/// In this order, changes between the copy of a table and the superblock are lost.
+#[test]
+fn table_that_is_copied_without_the_lock_is_detected() {
+    let (media, pool, before) = with_volume(TABLE_AT_THE_END);
+    let new = grow::plan(&pool.superblock(), new_bytes()).unwrap();
+    media.record();
+    let announced = grow::announce_growth(&media, &pool.superblock(), &new).unwrap();
+    media.extend(new_bytes()).unwrap();
+    grow::write_table(&media, &announced, &new).unwrap();
+    let made = VolumeSize::Bytes(2 * CHUNK_BYTES);
+    pool.create_volume("w", made, VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "w");
+    superblock::rewrite(&media, &new).unwrap();
+    let after = volumes_of(&pool);
+    observed_sizes_with(&media, &[&before, &after], 64).expect_err("the lost marks");
+}
+
 #[test]
 fn failed_growth_of_a_file_changes_nothing() {
     let (media, pool, volumes) = with_volume(CHUNK_BYTES);
-    let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
     media.record();
-    let full = |media: &Simulator| {
+    let failure = pool.grow_on(new_bytes(), |_| {
         // The disk becomes full after a part of the growth.
-        media.grown(new_bytes() - CHUNK_BYTES);
+        media.extend(new_bytes() - CHUNK_BYTES)?;
+        media.set_len(u64::from(CHUNKS) * CHUNK_BYTES);
         Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
-    };
-    let failure = grow::grow_media(&media, &pool.superblock, &new, full);
+    });
     assert!(matches!(failure, Err(grow::Failure::NoSpace(_))));
     assert_eq!(observed_sizes(&media, &volumes, 64).unwrap(), [u64::from(CHUNKS) * CHUNK_BYTES]);
     let again = open(&media).unwrap();
     assert_eq!(again.findings_at_open(), []);
-    assert_eq!(again.superblock.growing_to_bytes, 0);
+    assert_eq!(again.superblock().growing_to_bytes, 0);
 }
 
 #[test]
 fn longer_file_before_its_announcement_is_detected() {
     let (media, pool, volumes) = with_volume(CHUNK_BYTES);
-    let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+    let new = grow::plan(&pool.superblock(), new_bytes()).unwrap();
     media.record();
-    let grown = media.grown(new_bytes());
-    grow::announce_growth(&grown, &pool.superblock, &new).unwrap();
-    grow::write_table(&grown, &pool.superblock, &new).unwrap();
-    superblock::rewrite(&grown, &new).unwrap();
+    media.extend(new_bytes()).unwrap();
+    grow::announce_growth(&media, &pool.superblock(), &new).unwrap();
+    grow::write_table(&media, &pool.superblock(), &new).unwrap();
+    superblock::rewrite(&media, &new).unwrap();
     let error = observed_sizes(&media, &volumes, 64).expect_err("the wrong order was not detected");
     assert!(error.contains("does not open") && error.contains("Truncate the file"), "{error}");
 }
@@ -99,12 +152,12 @@ fn longer_file_before_its_announcement_is_detected() {
 fn superblock_before_its_table_is_detected() {
     for table_offset in [CHUNK_BYTES, TABLE_AT_THE_END] {
         let (media, pool, volumes) = with_volume(table_offset);
-        let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+        let new = grow::plan(&pool.superblock(), new_bytes()).unwrap();
         media.record();
-        grow::announce_growth(&media, &pool.superblock, &new).unwrap();
-        let grown = media.grown(new_bytes());
-        superblock::rewrite(&grown, &new).unwrap();
-        grow::write_table(&grown, &pool.superblock, &new).unwrap();
+        grow::announce_growth(&media, &pool.superblock(), &new).unwrap();
+        media.extend(new_bytes()).unwrap();
+        superblock::rewrite(&media, &new).unwrap();
+        grow::write_table(&media, &pool.superblock(), &new).unwrap();
         let error =
             observed_sizes(&media, &volumes, 64).expect_err("the wrong order was not detected");
         assert!(error.contains("does not open") && error.contains("owner word"), "{error}");
@@ -154,6 +207,43 @@ fn pool_in_a_file_grows_and_keeps_its_content() {
 }
 
 #[test]
+fn full_pool_grows_while_its_chunks_are_in_use() {
+    for folder in ["/dev/shm".into(), std::env::current_dir().unwrap()] {
+        let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
+        let pool = fixture.create(64 * MIB, 0);
+        pool.create_volume("v", VolumeSize::Bytes(24 * MIB), VolumeFormat::Btt).unwrap();
+        let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+        engine.write(5, &[5; 4096]).unwrap();
+        let lent = pool.alloc_memory(pool.info().lendable_bytes).unwrap();
+        assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::PoolFull { .. })));
+        let refused = |bytes| pool.grow_in_use(Some(bytes), false, &mut ignore_progress);
+        for bytes in [0, 64 * MIB, 65 * MIB, MAX_POOL_BYTES + CHUNK_BYTES] {
+            assert!(matches!(refused(bytes), Err(PoolError::Size { .. })), "{bytes}");
+        }
+        assert!(matches!(
+            pool.grow_in_use(None, false, &mut ignore_progress),
+            Err(PoolError::SizeNeeded { .. })
+        ));
+        for size_bytes in [70 * MIB, 96 * MIB] {
+            pool.grow_in_use(Some(size_bytes), false, &mut ignore_progress).unwrap();
+            assert_eq!(pool.info().total_bytes, size_bytes);
+            assert_states_add_up(&pool.info());
+        }
+        assert_eq!(pool.alloc_memory(32 * MIB).unwrap()[0].offset_bytes(), 64 * MIB);
+        pool.free_memory(&lent).unwrap();
+        engine.write(6, &[6; 4096]).unwrap();
+        let mut data = [0; 4096];
+        engine.read(5, &mut data).unwrap();
+        assert_eq!(data, [5; 4096]);
+        drop(engine);
+        assert!(pool.check().unwrap().is_clean());
+        drop(pool);
+        assert_eq!(fixture.open().info().total_bytes, 96 * MIB);
+        assert!(fixture.check().is_clean());
+    }
+}
+
+#[test]
 fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
     let full = Superblock::new(uuid::Uuid::nil(), 0, 131_072, 0);
     let plan = |chunks: u64| grow::plan(&full, chunks * CHUNK_BYTES);
@@ -179,8 +269,8 @@ fn table_without_space_moves_to_new_chunks_or_growth_is_refused() {
 fn interrupted_growth_is_reported_and_undone() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
-    let new = grow::plan(&pool.superblock, 96 * MIB).unwrap();
-    grow::announce_growth(pool.media(), &pool.superblock, &new).unwrap();
+    let new = grow::plan(&pool.superblock(), 96 * MIB).unwrap();
+    grow::announce_growth(pool.media(), &pool.superblock(), &new).unwrap();
     drop(pool);
     let resize = |bytes| {
         OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap()

@@ -83,7 +83,7 @@ fn repair_survives_an_earlier_kill_and_then_a_loss_of_power() {
     let (media, pool) = new_pool_with(|_| {});
     pool.create_volume("v", bytes(3), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");
-    let superblock = pool.superblock.clone();
+    let superblock = pool.superblock();
     let (with, without) = (volumes_of(&pool), BTreeMap::new());
     media.record();
     pool.delete_volume("v").unwrap();

@@ -201,22 +201,16 @@ impl World {
         self.media = point.killed();
         self.media.record();
         self.reopen();
-        // If a growth was unfinished, opening has truncated the file.
-        self.media = self.media.part(self.pool.superblock.size_bytes());
         "die"
     }
 
-    /// Performs the steps of [`Pool::grow`].
     fn grow(&mut self) -> &'static str {
-        self.reopen();
-        let size_bytes = self.pool.superblock.size_bytes() + CHUNK_BYTES;
+        let size_bytes = self.pool.superblock().size_bytes() + CHUNK_BYTES;
         if size_bytes > (u64::from(self.first_chunks) + MORE_CHUNKS) * CHUNK_BYTES {
+            self.reopen();
             return "open";
         }
-        let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
-        let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
-        self.media = grow::grow_media(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
-        self.pool = open(&self.media).unwrap();
+        self.pool.grow_on(size_bytes, |_| self.media.extend(size_bytes)).unwrap();
         "grow"
     }
 

@@ -21,7 +21,7 @@ fn survives_crashes(
     pool.create_volume("v", VolumeSize::Bytes(3 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");
     let volumes = volumes_of(&pool);
-    let superblock = pool.superblock.clone();
+    let superblock = pool.superblock();
     damage(&|at, wrong_bits| {
         media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap()
     });
@@ -154,7 +154,7 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
             pool.create_volume(name, size, VolumeFormat::Raw).unwrap();
             fill_volume(&media, &pool, name);
         }
-        let superblock = pool.superblock.clone();
+        let superblock = pool.superblock();
         drop(pool);
         damage_something(&media, &mut random);
         let outcome = repaired(&copy_of(&media), &superblock);

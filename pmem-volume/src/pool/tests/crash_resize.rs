@@ -138,12 +138,12 @@ fn record_before_the_links_of_arenas_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         mirrored::write(
             media,
-            pool.superblock.volume_record_offsets(record.slot),
+            pool.superblock().volume_record_offsets(record.slot),
             &record.to_bytes(),
         )
         .unwrap();
         let words = pool.growth_words(space, extension, record).unwrap();
-        redo_log::commit(media, &pool.superblock, &words).unwrap();
+        redo_log::commit(media, &pool.superblock(), &words).unwrap();
     });
     assert!(error.contains("sectors"), "{error}");
 }
@@ -152,8 +152,8 @@ fn record_before_the_links_of_arenas_is_detected() {
 fn commit_word_before_its_entries_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         let words = pool.growth_words(space, extension, record).unwrap();
-        redo_log::write_for_test(media, &pool.superblock, &words);
-        let log = pool.superblock.log_offset;
+        redo_log::write_for_test(media, &pool.superblock(), &words);
+        let log = pool.superblock().log_offset;
         media.persist_range(log..log + 4096).unwrap();
         store_words(media, &words);
     });
@@ -164,9 +164,9 @@ fn commit_word_before_its_entries_is_detected() {
 fn clearing_the_log_before_its_words_are_durable_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
         let words = pool.growth_words(space, extension, record).unwrap();
-        let log = pool.superblock.log_offset;
-        redo_log::write_for_test(media, &pool.superblock, &words);
-        let (_, commit) = redo_log::magic_and_commit(&pool.superblock);
+        let log = pool.superblock().log_offset;
+        redo_log::write_for_test(media, &pool.superblock(), &words);
+        let (_, commit) = redo_log::magic_and_commit(&pool.superblock());
         let committed = media.load_word(commit).unwrap();
         media.store_word(commit, 0).unwrap();
         media.persist_range(log..log + 4096).unwrap();
@@ -188,7 +188,7 @@ fn reuse_of_an_index_before_the_scrub_mark_is_detected() {
     let shrunk = shrunk.resized(shrunk.sequence + 1, 3);
     let grown = shrunk.resized(shrunk.sequence + 1, 4);
     let write = |record: &VolumeRecord| {
-        mirrored::write(&media, pool.superblock.volume_record_offsets(slot), &record.to_bytes())
+        mirrored::write(&media, pool.superblock().volume_record_offsets(slot), &record.to_bytes())
             .unwrap();
     };
     write(&shrunk);

@@ -160,9 +160,9 @@ fn owner_words_before_the_records_are_detected() {
     let records = plan(&pool, slot, &raw_parts());
     media.record();
     let (parts, slots) = entries(&pool, slot, &records);
-    store_part_owners(&media, &pool.superblock, &parts, &slots).unwrap();
+    store_part_owners(&media, &pool.superblock(), &parts, &slots).unwrap();
     // The records are written too late: they must precede the owner words.
-    redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
+    redo_log::commit(&media, &pool.superblock(), &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
     verify_each(&points, 100, &mut Random::new(5), &|image| verify_raw_split(image, &before))
         .expect_err("the wrong order was not detected");
@@ -176,7 +176,7 @@ fn records_without_a_transaction_are_detected() {
     let records = plan(&pool, slot, &raw_parts());
     media.record();
     for record in &records {
-        let offsets = pool.superblock.volume_record_offsets(record.slot);
+        let offsets = pool.superblock().volume_record_offsets(record.slot);
         mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
     }
     let points = media.take_points();
@@ -278,7 +278,7 @@ fn split_wrongly(
 }
 
 fn commit(media: &Simulator, pool: &OtherPool, records: &[volume_record::VolumeRecord]) {
-    redo_log::commit(media, &pool.superblock, &pool.split_words(records).unwrap()).unwrap();
+    redo_log::commit(media, &pool.superblock(), &pool.split_words(records).unwrap()).unwrap();
 }
 
 fn erase(media: &Simulator, parts: &Parts, slots: &[Slot]) {
@@ -290,7 +290,7 @@ fn btts_before_the_records_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         format_parts(media, parts, slots).unwrap();
         commit(media, pool, records);
-        finish(media, &pool.superblock, parts).unwrap();
+        finish(media, &pool.superblock(), parts).unwrap();
     });
 }
 
@@ -299,7 +299,7 @@ fn erasing_before_the_records_is_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         erase(media, parts, slots);
         commit(media, pool, records);
-        finish(media, &pool.superblock, parts).unwrap();
+        finish(media, &pool.superblock(), parts).unwrap();
     });
 }
 
@@ -307,9 +307,9 @@ fn erasing_before_the_records_is_detected() {
 fn missing_erasure_of_parts_is_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock(), parts, slots).unwrap();
         format_parts(media, parts, slots).unwrap();
-        finish_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock(), parts, slots).unwrap();
     });
 }
 
@@ -319,13 +319,13 @@ fn missing_erasure_of_a_single_chunk_is_detected() {
     let found = split_wrongly(|media, pool, records, parts, slots| {
         let forgotten = parts[&slots[1]].chunks[4].1.offset_bytes();
         commit(media, pool, records);
-        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock(), parts, slots).unwrap();
         let old = Media::load_word(media, forgotten + CHUNK_BYTES / 2).unwrap();
         erase(media, parts, slots);
         media.store_word(forgotten + CHUNK_BYTES / 2, old).unwrap();
         media.persist_range(forgotten..forgotten + CHUNK_BYTES).unwrap();
         format_parts(media, parts, slots).unwrap();
-        finish_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock(), parts, slots).unwrap();
     });
     assert!(found.contains("old content"), "{found}");
 }
@@ -334,10 +334,10 @@ fn missing_erasure_of_a_single_chunk_is_detected() {
 fn btts_before_the_erasure_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock(), parts, slots).unwrap();
         format_parts(media, parts, slots).unwrap();
         erase(media, parts, slots);
-        finish_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock(), parts, slots).unwrap();
     });
 }
 
@@ -345,10 +345,10 @@ fn btts_before_the_erasure_are_detected() {
 fn final_records_before_the_last_step_are_detected() {
     split_wrongly(|media, pool, records, parts, slots| {
         commit(media, pool, records);
-        store_part_owners(media, &pool.superblock, parts, slots).unwrap();
+        store_part_owners(media, &pool.superblock(), parts, slots).unwrap();
         let runs = unformatted_runs(parts, slots);
         let unformatted: Vec<_> = parts.values().map(|part| part.record.part).collect();
-        finish_records(media, &pool.superblock, parts, slots).unwrap();
+        finish_records(media, &pool.superblock(), parts, slots).unwrap();
         batches(&runs).iter().for_each(|batch| media.erase(batch).unwrap());
         parts.values_mut().zip(unformatted).for_each(|(part, was)| part.record.part = was);
         format_parts(media, parts, slots).unwrap();
@@ -411,7 +411,7 @@ fn pool_is_usable_while_parts_are_erased() {
 fn unfinished_split_is_a_note_instead_of_damage() {
     let (media, pool) = with_btt_volume();
     let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
-    redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
+    redo_log::commit(&media, &pool.superblock(), &pool.split_words(&records).unwrap()).unwrap();
     drop(pool);
     let opened = open_for(&media, OpenMode::ReadOnly).unwrap();
     let report = opened.check().unwrap();

@@ -168,7 +168,7 @@ fn store_before_a_durable_owner_word_is_detected() {
     let (media, pool) = with_thin_volume();
     media.record();
     let chunk = ChunkId(9);
-    pool.table.set_owner(&media, chunk, Owner::Volume { slot: Slot(0), index: 1 }).unwrap();
+    pool.table().set_owner(&media, chunk, Owner::Volume { slot: Slot(0), index: 1 }).unwrap();
     // Omitted: the persist of the owner word, before the chunk is used.
     media.store_word(chunk.offset_bytes() + 64, VALUE).unwrap();
     media.persist_range(chunk.offset_bytes() + 64..chunk.offset_bytes() + 72).unwrap();
@@ -187,7 +187,7 @@ fn must_be_detected_on_thin(wrong: impl Fn(&Simulator, &Arc<OtherPool>)) -> Stri
 fn write_record(media: &Simulator, pool: &OtherPool, thin: bool) {
     let old = pool.lock_state().volumes[&Slot(0)].record.clone();
     let record = VolumeRecord { sequence: old.sequence + 1, thin, ..old };
-    let offsets = pool.superblock.volume_record_offsets(record.slot);
+    let offsets = pool.superblock().volume_record_offsets(record.slot);
     mirrored::write(media, offsets, &record.to_bytes()).unwrap();
 }
 
@@ -206,7 +206,7 @@ fn release_of_a_chunk_that_was_not_read_is_detected() {
     let error = must_be_detected_on_thin(|media, pool| {
         let volume = pool.open_volume("v").unwrap();
         let run = crash::places(&volume)[0].1;
-        pool.table.set_owner(media, run, Owner::Scrub).unwrap();
+        pool.table().set_owner(media, run, Owner::Scrub).unwrap();
         pool.persist_entries(&[Run { start: run, chunks: 1 }]).unwrap();
     });
     assert!(error.contains("the word at 0x8 is 0x0"), "{error}");
@@ -218,7 +218,7 @@ fn other_owner_before_the_release_is_durable_is_detected() {
         let volume = pool.open_volume("v").unwrap();
         volume.provision(CHUNK_BYTES..2 * CHUNK_BYTES).unwrap();
         let chunk = crash::places(&volume)[1].1;
-        pool.table.set_owner(media, chunk, Owner::Scrub).unwrap();
+        pool.table().set_owner(media, chunk, Owner::Scrub).unwrap();
         // Omitted: the persist of the owner word, before another owner stores to the chunk.
         let at = chunk.offset_bytes() + 64;
         media.store_word(at, VALUE).unwrap();
@@ -231,7 +231,7 @@ fn other_owner_before_the_release_is_durable_is_detected() {
 fn record_of_a_thin_volume_before_the_feature_bit_is_detected() {
     let error = must_be_detected(|media, pool| {
         write_record(media, pool, true);
-        allow_thin_volumes(media, &pool.superblock).unwrap();
+        allow_thin_volumes(media, &pool.superblock()).unwrap();
     });
     assert!(error.contains("has a thin volume, but the superblocks have features"), "{error}");
 }
@@ -252,7 +252,7 @@ fn split_that_does_not_fill_holes_first_is_detected() {
     media.record();
     let records = pool.plan_parts(&pool.lock_state(), Slot(0), &parts, &[9, 9]).unwrap();
     let words = pool.split_words(&records).unwrap();
-    redo_log::commit(&media, &pool.superblock, &words).unwrap();
+    redo_log::commit(&media, &pool.superblock(), &words).unwrap();
     let after = Volumes::from([("v".to_owned(), 9), ("w".to_owned(), 9)]);
     let verify = |image: &Simulator| verify_marked(image, &[&before, &after], &Default::default());
     let error = verify_each(&media.take_points(), 64, &mut Random::new(3), &verify)

@@ -236,7 +236,7 @@ fn transaction_is_redone_inside_volumes_and_refused_elsewhere() {
     let fixture = with_volume();
     let pool = fixture.open();
     let last = pool.open_volume("data").unwrap().extents()[0].run.start.0 + 2;
-    let superblock = pool.superblock.clone();
+    let superblock = pool.superblock();
     drop(pool);
     // The last chunk of the volume moves to chunk 25. Two words must change together.
     let moved = encode_owner(ChunkId(25), Owner::Volume { slot: Slot(0), index: 2 });
@@ -291,7 +291,7 @@ fn wear_leveling_continues_after_an_open() {
             pool = fixture.open();
         }
     }
-    let table = ChunkTable::new(&pool.superblock);
+    let table = ChunkTable::new(&pool.superblock());
     let wear: Vec<_> =
         (2..32).map(|chunk| table.wear(pool.media(), ChunkId(chunk)).unwrap().unwrap()).collect();
     assert_eq!(wear.iter().sum::<u32>(), 10_000);

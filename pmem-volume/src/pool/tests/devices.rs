@@ -195,8 +195,8 @@ fn unfinished_growth_does_not_change_the_length_of_a_block_device() {
     let Some(disk) = Loop::new(32 * MIB) else { return };
     let size_bytes = Some(16 * MIB);
     let pool = disk.create_with(CreateOptions { size_bytes, ..CreateOptions::default() }).unwrap();
-    let new = grow::plan(&pool.superblock, 32 * MIB).unwrap();
-    grow::announce_growth(pool.media(), &pool.superblock, &new).unwrap();
+    let new = grow::plan(&pool.superblock(), 32 * MIB).unwrap();
+    grow::announce_growth(pool.media(), &pool.superblock(), &new).unwrap();
     drop(pool);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let report = Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap();
@@ -418,6 +418,11 @@ const NEW: u64 = 17 * CHUNK_BYTES;
 
 /// Opens a crash image of a device.
 fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
+    Ok(open_part(device)?.1)
+}
+
+/// Opens a crash image as [`open_device`] does. Returns also the media of the pool.
+fn open_part(device: &Simulator) -> Result<(Simulator, Arc<OtherPool>), PoolError> {
     let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
         device.read(offset, copy.as_mut_bytes())?;
@@ -425,8 +430,9 @@ fn open_device(device: &Simulator) -> Result<Arc<OtherPool>, PoolError> {
     let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
     let length = open_steps::Length::Device(device.len_bytes());
     let (superblock, findings) = open_steps::select_superblock(path, copies, length, mode)?;
-    let media: Box<dyn Media> = Box::new(OnDevice(device.part(superblock.size_bytes())));
-    Pool::from_media(path.to_owned(), mode, media, superblock, findings)
+    let part = device.part(superblock.size_bytes());
+    let media: Box<dyn Media> = Box::new(OnDevice(part.clone()));
+    Ok((part, Pool::from_media(path.to_owned(), mode, media, superblock, findings)?))
 }
 
 /// Verifies a crash image of a growth on a device, and returns the size of the pool.
@@ -457,7 +463,7 @@ fn verify_device(device: &Simulator) -> Result<u64, String> {
 /// in the crash images.
 fn grow_on_device(
     table_offset: u64,
-    extend: impl Fn(&Simulator) -> std::io::Result<Simulator>,
+    erase: impl Fn(&Simulator) -> Result<(), MediaError>,
 ) -> Result<Vec<u64>, String> {
     let device = Simulator::new(NEW);
     let mut superblock = create::plan(OLD, 0, Uuid::from_u128(1), 1).unwrap();
@@ -467,11 +473,14 @@ fn grow_on_device(
         device.store(chunk + 4096, &[0x77; 64]).unwrap();
     }
     device.persist(std::slice::from_ref(&(0..NEW))).unwrap();
-    let pool = open_device(&device).unwrap();
+    let (part, pool) = open_part(&device).unwrap();
     pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
-    let new = grow::plan(&pool.superblock, NEW).unwrap();
     device.record();
-    grow::grow_media(&device.part(OLD), &pool.superblock, &new, extend).unwrap();
+    let grown = pool.grow_on(NEW, |_| {
+        part.set_len(NEW);
+        erase(&part).map_err(std::io::Error::other)
+    });
+    grown.unwrap();
     let (points, mut random, mut sizes) = (device.take_points(), Random::new(23), vec![]);
     for image in points.iter().flat_map(|point| point.images(64, &mut random)) {
         sizes.push(verify_device(&image)?);
@@ -488,19 +497,15 @@ const TABLES: [u64; 2] = [CHUNK_BYTES, 2 * CHUNK_BYTES - 14 * 16];
 #[test]
 fn crash_in_a_growth_on_a_device_leaves_the_old_or_new_size() {
     for table_offset in TABLES {
-        let erased = |media: &Simulator| {
-            let grown = media.part(NEW);
-            grown.erase(std::slice::from_ref(&(OLD..NEW))).map_err(std::io::Error::other)?;
-            Ok(grown)
-        };
-        assert_eq!(grow_on_device(table_offset, erased).unwrap(), [OLD, NEW]);
+        let erase = |media: &Simulator| media.erase(std::slice::from_ref(&(OLD..NEW)));
+        assert_eq!(grow_on_device(table_offset, erase).unwrap(), [OLD, NEW]);
     }
 }
 
 #[test]
 fn missing_erasure_in_a_growth_on_a_device_is_detected() {
     for table_offset in TABLES {
-        let error = grow_on_device(table_offset, |media| Ok(media.part(NEW))).unwrap_err();
+        let error = grow_on_device(table_offset, |_| Ok(())).unwrap_err();
         assert!(error.contains("are not zero") || error.contains("NotErased"), "{error}");
     }
 }
@@ -561,7 +566,7 @@ fn pool_on_a_disk_is_thin_only_on_request() {
     assert!(!pool.info().thin && blocks_bytes(&pool) >= 64 * MIB);
     let fixture = Fixture::new();
     assert!(fixture.create(64 * MIB, 0).info().thin, "tmpfs is always thin");
-    assert!(!fixture.open().superblock.is_thin, "the pool reports it");
+    assert!(!fixture.open().superblock().is_thin, "the pool reports it");
     let error = Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default())
         .unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");

@@ -133,7 +133,7 @@ fn crash_while_discarding(damaged: Option<usize>) -> usize {
             .unwrap();
         fill_volume(&media, &pool, name);
     }
-    let superblock = pool.superblock.clone();
+    let superblock = pool.superblock();
     drop(pool);
     media.store_word(entry(3), encode_owner(ChunkId(3), Owner::Free)).unwrap();
     if let Some(copy) = damaged {

@@ -238,7 +238,7 @@ const LAST: ChunkId = ChunkId(4);
 const OTHER: ChunkId = ChunkId(9);
 
 fn write_transaction(media: &Simulator, words: &[(u64, u64)]) {
-    let superblock = open_for(media, OpenMode::Peek).unwrap().superblock.clone();
+    let superblock = open_for(media, OpenMode::Peek).unwrap().superblock();
     redo_log::write_for_test(media, &superblock, words);
 }
 

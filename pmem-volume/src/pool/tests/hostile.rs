@@ -169,7 +169,7 @@ proptest! {
         pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
         pool.create_volume("raw", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
         pool.alloc_memory(4 * MIB).unwrap();
-        let superblock = pool.superblock.clone();
+        let superblock = pool.superblock();
         drop(pool);
         let mut bytes = fs::read(fixture.path()).unwrap();
         changes.iter().for_each(|change| apply(change, &mut bytes, &superblock));

@@ -32,16 +32,24 @@ fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> Volum
 }
 
 fn write_record(media: &Simulator, pool: &OtherPool, record: &VolumeRecord) {
-    mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes())
-        .unwrap();
+    mirrored::write(
+        media,
+        pool.superblock().volume_record_offsets(record.slot),
+        &record.to_bytes(),
+    )
+    .unwrap();
 }
 
 #[test]
 fn reuse_of_a_slot_before_the_scrub_marks_is_detected() {
     let error = must_be_detected(|media, pool| {
         let slot = Slot(0);
-        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9))
-            .unwrap();
+        mirrored::write(
+            media,
+            pool.superblock().volume_record_offsets(slot),
+            &empty_record(slot, 9),
+        )
+        .unwrap();
         // Omitted: changing the volume's owner words to *scrub*, and persisting them.
         let run = Run { start: ChunkId(8), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
@@ -77,7 +85,7 @@ fn freeing_before_erasing_is_detected() {
     let runs: Vec<Run> = lent.iter().map(|extent| extent.run()).collect();
     media.record();
     for chunk in runs.iter().flat_map(|run| run.ids()) {
-        pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
+        pool.table().set_owner(&media, chunk, Owner::Free).unwrap();
     }
     pool.persist_entries(&runs).unwrap();
     media.erase(&runs.iter().map(|run| run.byte_range()).collect::<Vec<_>>()).unwrap();
@@ -117,7 +125,7 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
     pool.free_memory(&lent).unwrap();
     let batch = pool.lock_state().scrub.take(1);
     for chunk in batch.iter().flat_map(|run| run.ids()) {
-        pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
+        pool.table().set_owner(&media, chunk, Owner::Free).unwrap();
     }
     batch.iter().for_each(|run| pool.lock_state().buddy.free_run(*run));
     // The chunk becomes part of a volume, from which the old content of memory can be read.
@@ -137,7 +145,7 @@ fn chunk_that_is_free_during_its_erasure_is_detected() {
 fn open_that_also_writes_the_good_superblock_is_detected() {
     let (media, pool) = new_pool_of(14, |_| {});
     media.record();
-    let newer = Superblock { sequence: pool.superblock.sequence + 1, ..pool.superblock.clone() };
+    let newer = Superblock { sequence: pool.superblock().sequence + 1, ..pool.superblock() };
     for at in layout::SUPERBLOCK_OFFSETS {
         media.store(at, zerocopy::IntoBytes::as_bytes(&newer.to_bytes())).unwrap();
         // Omitted: the persist of the first copy before the second one is written.

@@ -328,7 +328,7 @@ fn open_stores_scrub_words_again() {
     pool.create_volume("v", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
     let run = pool.open_volume("v").unwrap().extents()[0].run;
     pool.delete_volume("v").unwrap();
-    let table = pool.table;
+    let table = pool.table();
     drop(pool);
     media.take_stored();
     assert_eq!(open(media.clone()).info().scrubbing_bytes, 4 * MIB);

@@ -472,16 +472,10 @@ impl World {
                 (Outcome::Done, Outcome::Done)
             }
             Operation::Grow => {
-                self.reopen();
                 if self.model.chunks < CHUNKS + MAX_GROWTH {
                     let size_bytes = bytes(self.model.chunks + 1);
-                    let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
-                    let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
-                    self.media =
-                        grow::grow_media(&self.media, &self.pool.superblock, &new, lengthen)
-                            .unwrap();
+                    self.pool.grow_on(size_bytes, |_| self.media.extend(size_bytes)).unwrap();
                     self.model.chunks += 1;
-                    self.reopen();
                 }
                 (Outcome::Done, Outcome::Done)
             }

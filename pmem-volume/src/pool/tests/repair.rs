@@ -282,9 +282,9 @@ fn chunk_is_not_unused_while_a_record_is_lost() {
     let fixture = with_volumes();
     damage(&fixture);
     let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
-    let mut seen = scan::scan(pool.media(), &pool.superblock).unwrap();
+    let mut seen = scan::scan(pool.media(), &pool.superblock()).unwrap();
     seen.findings.clear();
-    let wrong = fix_owners(pool.media(), &pool.superblock, &seen).unwrap();
+    let wrong = fix_owners(pool.media(), &pool.superblock(), &seen).unwrap();
     assert!(wrong[0].description.contains("to be erased"), "{wrong:?}");
 }
 
@@ -300,14 +300,14 @@ fn flipped_bit_of_an_empty_log_is_repaired_and_a_transaction_stays() {
     let fixture = with_volumes();
     let good = fs::read(fixture.path()).unwrap();
     let media = crate::media::MemoryMedia::from_bytes(&good);
-    let superblock = Pool::open(&fixture.path(), OpenMode::Peek).unwrap().superblock.clone();
+    let superblock = Pool::open(&fixture.path(), OpenMode::Peek).unwrap().superblock();
     redo_log::write_for_test(&media, &superblock, &[(entry(0), 0)]);
     fs::write(fixture.path(), media.to_bytes()).unwrap();
     assert_eq!(repair(&fixture, false).left, [""; 0]);
     assert_eq!(fixture.check().pool, []);
     let transaction = |f: &Fixture| {
         let media = crate::media::MemoryMedia::from_bytes(&fs::read(f.path()).unwrap());
-        let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock.clone();
+        let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock();
         redo_log::write_for_test(
             &media,
             &superblock,

@@ -207,7 +207,7 @@ fn with_unreadable_media(thin: bool) -> (Hooked, Superblock, Vec<ChunkId>) {
     let stored = if thin { 0..2 } else { 0..3 };
     stored.for_each(|index| volume.store_word(index * CHUNK_BYTES, 7).unwrap());
     let chunks = volume.allocated_extents().iter().flat_map(|e| e.run.ids()).collect();
-    (media, pool.superblock.clone(), chunks)
+    (media, pool.superblock(), chunks)
 }
 
 #[test]
@@ -258,8 +258,8 @@ fn part_without_a_chunk_for_its_metadata_can_be_given_up() {
         [("v", 9), ("w", 9)].map(|(n, c)| (n.to_owned(), VolumeSize::Bytes(c * CHUNK_BYTES)));
     let records = pool.plan_parts(&pool.lock_state(), Slot(0), &parts, &[9, 9]).unwrap();
     let words = pool.split_words(&records).unwrap();
-    redo_log::commit(&media, &pool.superblock, &words).unwrap();
-    let superblock = pool.superblock.clone();
+    redo_log::commit(&media, &pool.superblock(), &words).unwrap();
+    let superblock = pool.superblock();
     drop(pool);
     media.store_word(entry(chunk.0), 0).unwrap();
     let fix = |give_up| fix_tables(&media, &superblock, give_up, false, &mut vec![]).map(drop);

@@ -38,12 +38,12 @@ fn record(chunks: u32) -> VolumeRecord {
 fn feature_bit_is_set_in_one_step() {
     let (media, pool) = new_pool();
     media.record();
-    let superblock = allow_thin_volumes(&media, &pool.superblock).unwrap();
+    let superblock = allow_thin_volumes(&media, &pool.superblock()).unwrap();
     assert!(superblock.has_thin_volumes);
     assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
     let verify = |image: &Simulator| {
         let pool = open(image).map_err(|error| error.to_string())?;
-        let is_set = pool.superblock.has_thin_volumes;
+        let is_set = pool.superblock().has_thin_volumes;
         let expected = if is_set { FEATURE_THIN_VOLUMES } else { 0 };
         match features(image) {
             copies if copies == [expected; 2] => Ok(()),
@@ -66,7 +66,7 @@ fn feature_bit_is_set_although_a_copy_is_damaged() {
         media.store_word(damaged + 80, 9).unwrap();
         media.persist_range(0..media.len_bytes()).unwrap();
         media.record();
-        allow_thin_volumes(&media, &pool.superblock).unwrap();
+        allow_thin_volumes(&media, &pool.superblock()).unwrap();
         let opens = |image: &Simulator| open(image).map(drop).map_err(|error| error.to_string());
         verify_each(&media.take_points(), 200, &mut Random::new(1), &opens).unwrap();
         assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
@@ -78,17 +78,17 @@ fn feature_bit_is_set_although_a_copy_is_damaged() {
 #[test]
 fn superblock_is_updated_after_the_feature_bit_was_set() {
     let (media, pool) = new_pool();
-    allow_thin_volumes(&media, &pool.superblock).unwrap();
+    allow_thin_volumes(&media, &pool.superblock()).unwrap();
     media.record();
-    let sequence = pool.superblock.sequence + 1;
-    let newer = Superblock { sequence, strg_bytes: CHUNK_BYTES, ..pool.superblock.clone() };
+    let sequence = pool.superblock().sequence + 1;
+    let newer = Superblock { sequence, strg_bytes: CHUNK_BYTES, ..pool.superblock() };
     rewrite(&media, &newer).unwrap();
     let opens = |image: &Simulator| match open(image) {
-        Ok(pool) if pool.superblock.has_thin_volumes => Ok(()),
+        Ok(pool) if pool.superblock().has_thin_volumes => Ok(()),
         other => Err(format!("{other:?}")),
     };
     verify_each(&media.take_points(), 200, &mut Random::new(1), &opens).unwrap();
-    assert_eq!(open(&media).unwrap().superblock.strg_bytes, CHUNK_BYTES);
+    assert_eq!(open(&media).unwrap().superblock().strg_bytes, CHUNK_BYTES);
 }
 
 /// Both copies are damaged after the pool was opened, and the first thin volume is younger too.
@@ -100,7 +100,7 @@ fn feature_bit_is_kept_if_both_copies_are_damaged() {
         VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None };
     pool.create_volume_with("thin", options).unwrap();
     SUPERBLOCK_OFFSETS.iter().for_each(|at| media.store_word(at + 80, 9).unwrap());
-    let old = pool.current_superblock();
+    let old = pool.superblock();
     let new = grow::plan(&old, 16 * CHUNK_BYTES).unwrap();
     grow::announce_growth(&media, &old, &new).unwrap();
     assert_eq!(features(&media), [FEATURE_THIN_VOLUMES; 2]);
@@ -110,7 +110,7 @@ fn feature_bit_is_kept_if_both_copies_are_damaged() {
 fn missing_feature_bit_of_a_thin_volume_is_set_by_the_next_open() {
     let (media, pool) = new_pool();
     let record = record(3);
-    let offsets = pool.superblock.volume_record_offsets(record.slot);
+    let offsets = pool.superblock().volume_record_offsets(record.slot);
     mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
     drop(pool);
     let finding = Finding::ThinFeatureMissing { name: "thin".to_owned() };
@@ -138,7 +138,7 @@ fn unformatted_parts_larger_than_the_pool_are_invalid() {
                 part: Some(part),
                 ..record(chunks)
             };
-            let offsets = pool.superblock.volume_record_offsets(record.slot);
+            let offsets = pool.superblock().volume_record_offsets(record.slot);
             mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
         }
         let findings = open_for(&media, OpenMode::Peek).unwrap().findings_at_open();
@@ -152,7 +152,7 @@ fn unformatted_parts_larger_than_the_pool_are_invalid() {
 #[test]
 fn unknown_feature_for_writers_allows_only_reads() {
     let (media, pool) = new_pool();
-    let mut bytes = pool.superblock.to_bytes();
+    let mut bytes = pool.superblock().to_bytes();
     bytes.features_read_only.set(FEATURE_THIN_VOLUMES << 1);
     mirrored::seal(&mut bytes);
     mirrored::write(&media, SUPERBLOCK_OFFSETS, &bytes).unwrap();
@@ -164,8 +164,8 @@ fn unknown_feature_for_writers_allows_only_reads() {
 /// Writes the record of a thin raw volume of `chunks` chunks, which are all holes.
 fn with_thin_volume(media: &dyn Media, pool: Arc<OtherPool>, chunks: u32) {
     let record = record(chunks);
-    allow_thin_volumes(media, &pool.superblock).unwrap();
-    let offsets = pool.superblock.volume_record_offsets(record.slot);
+    allow_thin_volumes(media, &pool.superblock()).unwrap();
+    let offsets = pool.superblock().volume_record_offsets(record.slot);
     mirrored::write(media, offsets, &record.to_bytes()).unwrap();
 }
 

@@ -227,7 +227,7 @@ impl<M: Media> Pool<M> {
             reserve_chunks,
             created_unix_s: unix_now_s(),
         };
-        let offsets = self.superblock.volume_record_offsets(slot);
+        let offsets = self.superblock().volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         let entry = VolumeEntry { record, chunks: taken };
         let info = volume_info(&entry);
@@ -292,10 +292,10 @@ impl<M: Media> Pool<M> {
             return Err(PoolError::VolumeExists { name: name.to_string() });
         }
         let slot = self
-            .superblock
+            .superblock()
             .slots()
             .find(|slot| !state.volumes.contains_key(slot))
-            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock().volume_slots })?;
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
             VolumeSize::Remaining => bytes(state.unpromised_chunks()),
@@ -337,7 +337,7 @@ impl<M: Media> Pool<M> {
         let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
         let empty = empty_record(slot, self.next_sequence(slot)?);
-        let offsets = self.superblock.volume_record_offsets(slot);
+        let offsets = self.superblock().volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &empty))?;
         let entry = state.remove_volume(slot);
         let runs = runs(entry.chunk_ids());
@@ -355,8 +355,9 @@ impl<M: Media> Pool<M> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
         state.counts.scrubbing += chunks;
+        let table = self.table();
         for chunk in runs.iter().flat_map(|run| run.ids()) {
-            self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+            self.latch(table.set_owner(self.media(), chunk, Owner::Scrub))?;
         }
         self.latch(self.persist_entries(runs))?;
         self.queue_scrub(state, runs);
@@ -408,7 +409,7 @@ impl<M: Media> Pool<M> {
 
     /// Writes the changed record of a volume, durably.
     fn write_record(&self, state: &mut State, record: VolumeRecord) -> Result<(), PoolError> {
-        let offsets = self.superblock.volume_record_offsets(record.slot);
+        let offsets = self.superblock().volume_record_offsets(record.slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         state.change_volume(record.slot, |entry| entry.record = record);
         Ok(())
@@ -455,7 +456,7 @@ impl<M: Media> Pool<M> {
     /// Returns the sequence number for the next record in a slot: the last one on the media plus
     /// one, even if the slot is empty.
     pub(in crate::pool) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
-        let offset = self.superblock.volume_record_offsets(slot)[0];
+        let offset = self.superblock().volume_record_offsets(slot)[0];
         let at = offset
             + std::mem::offset_of!(crate::pool::format::layout::VolumeRecordBytes, sequence) as u64;
         Ok(self.latch(self.media().load_word(at))?.wrapping_add(1))

@@ -125,7 +125,7 @@ impl<M: Media> Pool<M> {
         let extension = match record.format {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
-                redo_log::check_capacity(&self.superblock, MAX_GROWTH_WORDS)?;
+                redo_log::check_capacity(&self.superblock(), MAX_GROWTH_WORDS)?;
                 let extents = entry.extents();
                 let size_bytes = entry.record.size_bytes();
                 let space = Space::with_holes(self.media(), &extents, size_bytes);
@@ -181,7 +181,7 @@ impl<M: Media> Pool<M> {
         chunks.extend(self.take_chunks(state, slot, &indexes, after, Search::Best)?);
         // A new arena may begin in a hole before the old end.
         chunks.sort();
-        let offsets = self.superblock.volume_record_offsets(slot);
+        let offsets = self.superblock().volume_record_offsets(slot);
         match &extension {
             None => self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?,
             Some(extension) => {
@@ -189,7 +189,7 @@ impl<M: Media> Pool<M> {
                 let space = Space::with_holes(self.media(), &extents, record.size_bytes());
                 self.latch(extension.format(&space))?;
                 let words = self.latch(self.growth_words(&space, extension, &record))?;
-                self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
+                self.latch(redo_log::commit(self.media(), &self.superblock(), &words))?;
             }
         }
         state.change_volume(slot, |entry| (entry.record, entry.chunks) = (record, chunks));
@@ -209,7 +209,7 @@ impl<M: Media> Pool<M> {
         let links =
             extension.link_words().into_iter().map(|(at, word)| (space.file_offset(at), word));
         let mut words: Vec<_> = links.collect();
-        for offset in self.superblock.volume_record_offsets(record.slot) {
+        for offset in self.superblock().volume_record_offsets(record.slot) {
             words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
         }
         Ok(words)

@@ -133,7 +133,7 @@ impl<M: Media> Pool<M> {
     ) -> Result<Vec<VolumeRecord>, PoolError> {
         let old = &state.volumes[&slot].record;
         let is_unformatted = old.format == VolumeFormat::Btt;
-        let mut free = self.superblock.slots().filter(|slot| !state.volumes.contains_key(slot));
+        let mut free = self.superblock().slots().filter(|slot| !state.volumes.contains_key(slot));
         let (mut records, mut index) = (Vec::with_capacity(parts.len()), 0);
         for ((name, _), chunks) in parts.iter().zip(chunks) {
             let name: VolumeName = name.parse()?;
@@ -141,7 +141,8 @@ impl<M: Media> Pool<M> {
                 return Err(PoolError::VolumeExists { name: name.to_string() });
             }
             let own = if index == 0 { Some(slot) } else { free.next() };
-            let own = own.ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+            let own =
+                own.ok_or(PoolError::NoVolumeSlot { limit: self.superblock().volume_slots })?;
             let part = Part { origin: slot, index, is_unformatted };
             records.push(VolumeRecord {
                 sequence: self.next_sequence(own)?,
@@ -157,7 +158,7 @@ impl<M: Media> Pool<M> {
             });
             index += chunks;
         }
-        redo_log::check_capacity(&self.superblock, records.len() as u64 * RECORD_WORDS)?;
+        redo_log::check_capacity(&self.superblock(), records.len() as u64 * RECORD_WORDS)?;
         Ok(records)
     }
 
@@ -172,7 +173,7 @@ impl<M: Media> Pool<M> {
         records: Vec<VolumeRecord>,
     ) -> Result<Vec<Slot>, PoolError> {
         let words = self.latch(self.split_words(&records))?;
-        self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
+        self.latch(redo_log::commit(self.media(), &self.superblock(), &words))?;
         let old = state.remove_volume(slot);
         let slots: Vec<_> = records.iter().map(|record| record.slot).collect();
         let mut chunks = old.chunks.into_iter().peekable();
@@ -183,7 +184,7 @@ impl<M: Media> Pool<M> {
             let own = own.map(|(index, chunk)| (index - first, chunk)).collect();
             state.insert_volume(VolumeEntry { record, chunks: own });
         }
-        self.latch(store_part_owners(self.media(), &self.superblock, &state.volumes, &slots))?;
+        self.latch(store_part_owners(self.media(), &self.superblock(), &state.volumes, &slots))?;
         state.open_volumes.extend(&slots);
         Ok(slots)
     }
@@ -208,7 +209,7 @@ impl<M: Media> Pool<M> {
     /// 4. Write the BTTs, then the records.
     fn finish_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
         self.latch(format_parts(self.media(), &state.volumes, slots))?;
-        self.latch(finish_records(self.media(), &self.superblock, &mut state.volumes, slots))
+        self.latch(finish_records(self.media(), &self.superblock(), &mut state.volumes, slots))
     }
 
     /// Returns the words that change in both copies of the records.
@@ -218,7 +219,7 @@ impl<M: Media> Pool<M> {
     ) -> Result<Vec<(u64, u64)>, MediaError> {
         let mut words = Vec::new();
         for record in records {
-            for offset in self.superblock.volume_record_offsets(record.slot) {
+            for offset in self.superblock().volume_record_offsets(record.slot) {
                 words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
             }
         }
