@@ -343,7 +343,7 @@ Examples:
         #[command(flatten)]
         output: Output,
     },
-    /// Resize a volume; only a raw one can shrink
+    /// Resize a volume
     ///
     /// The volume keeps its content. A BTT volume grows by further arenas, each of at least 16 MiB
     /// and with 256 blocks in reserve, so enlarge it in few large steps. Enlarge the file system in
@@ -373,7 +373,8 @@ Examples:
         /// New guaranteed part of a thin volume, a multiple of 2M from 0 to its size
         #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with_all = ["size", "shrink"])]
         reserve: Option<u64>,
-        /// Let a raw volume shrink; the data past its new end is erased
+        /// Let the volume shrink; a raw one loses the data past its new end, a BTT volume only arenas
+        /// without data
         #[arg(long)]
         shrink: bool,
         #[command(flatten)]

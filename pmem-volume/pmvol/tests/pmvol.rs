@@ -55,9 +55,11 @@ fn pool_is_created_filled_listed_and_checked() {
         &["--size", "4194304", "--shrink"],
     );
     folder.fail(
-        &["volume", "resize", "pool", "data", "--size", "20M", "--shrink"],
-        &["--size", "20971520", "cannot shrink"],
+        &["volume", "resize", "pool", "data", "--size", "18M", "--shrink"],
+        &["18874368", "the minimum size is 20971520", "without data"],
     );
+    folder.succeed(&["volume", "resize", "pool", "data", "--size", "20M", "--shrink"]);
+    folder.succeed(&["volume", "resize", "pool", "data", "--size", "48M"]);
     folder.fail(
         &["volume", "resize", "pool", "data", "--size", "50M"],
         &["--size", "52428800", "67108864"],

@@ -1,5 +1,6 @@
 //! Content and usable size of a BTT.
 
+use super::arena::ArenaInfo;
 use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
 use super::map_reader::MapReader;
@@ -10,19 +11,27 @@ use crate::media::{Media, MediaError};
 pub fn holds_data(space: &impl Media) -> Result<bool, MediaError> {
     for arena in arenas(space) {
         let Ok((info, _)) = arena else { return Ok(true) };
-        let recovery = recover(space, &info);
-        if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
+        if arena_holds_data(space, &info)? {
             return Ok(true);
         }
-        let is_written =
-            |(_, entry): (u32, u32)| entry != 0 && decode_map(0, entry).kind != MapKind::Zeros;
-        let mut reader = MapReader::new(space, &info, 0..info.sectors);
-        while let Some(piece) = reader.read_next() {
-            let piece = piece?;
-            // Map entries in a hole were never written.
-            if !piece.is_hole() && piece.iter().any(is_written) {
-                return Ok(true);
-            }
+    }
+    Ok(false)
+}
+
+/// Returns true if a sector of an arena may contain nonzero bytes.
+pub(super) fn arena_holds_data(space: &impl Media, info: &ArenaInfo) -> Result<bool, MediaError> {
+    let recovery = recover(space, info);
+    if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
+        return Ok(true);
+    }
+    let is_written =
+        |(_, entry): (u32, u32)| entry != 0 && decode_map(0, entry).kind != MapKind::Zeros;
+    let mut reader = MapReader::new(space, info, 0..info.sectors);
+    while let Some(piece) = reader.read_next() {
+        let piece = piece?;
+        // Map entries in a hole were never written.
+        if !piece.is_hole() && piece.iter().any(is_written) {
+            return Ok(true);
         }
     }
     Ok(false)

@@ -43,6 +43,11 @@ pub enum BttError {
         Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
     )]
     TooLittleGrowth { size_bytes: u64, least_bytes: u64 },
+    #[error(
+        "volume size {size_bytes} ({}) is too small: a BTT shrinks only by whole arenas without data at its end; the minimum size is {} ({})",
+        Size(*size_bytes).rounded(), least_bytes, Size(*least_bytes).rounded()
+    )]
+    TooMuchShrink { size_bytes: u64, least_bytes: u64 },
     #[error("sectors {first} to {} are outside the volume, which has {sectors} sectors", end.saturating_sub(1))]
     Outside {
         first: u64,

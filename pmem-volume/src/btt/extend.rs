@@ -98,20 +98,24 @@ impl Extension {
     /// Returns the words that link the new arenas into the BTT, with their offsets in the volume.
     /// They must become durable together, because an info block with only some of them is damaged.
     pub fn link_words(&self) -> Vec<(u64, u64)> {
-        let mut linked = self.last.clone();
-        linked.nextoff.set(self.arenas[0].start - self.last_start);
-        let sum = checksum(&linked);
-        linked.checksum.set(sum);
-        let (old, _) = self.last.as_bytes().as_chunks::<8>();
-        let (new, _) = linked.as_bytes().as_chunks::<8>();
-        let changed = (0..INFO_BYTES)
-            .step_by(8)
-            .zip(old.iter().zip(new))
-            .filter(|(_, (old, new))| old != new);
-        let words: Vec<_> = changed.map(|(at, (_, new))| (at, u64::from_le_bytes(*new))).collect();
-        [self.last_start, self.last_start + self.last.info2off.get()]
-            .into_iter()
-            .flat_map(|block| words.iter().map(move |(at, word)| (block + at, *word)))
-            .collect()
+        next_words(&self.last, self.last_start, self.arenas[0].start - self.last_start)
     }
+}
+
+/// Returns the words that change in both info blocks of the arena at `start` if the distance to the
+/// next arena becomes `next`. 0 means that there is none.
+pub(super) fn next_words(info: &InfoBytes, start: u64, next: u64) -> Vec<(u64, u64)> {
+    let mut linked = info.clone();
+    linked.nextoff.set(next);
+    let sum = checksum(&linked);
+    linked.checksum.set(sum);
+    let (old, _) = info.as_bytes().as_chunks::<8>();
+    let (new, _) = linked.as_bytes().as_chunks::<8>();
+    let changed =
+        (0..INFO_BYTES).step_by(8).zip(old.iter().zip(new)).filter(|(_, (old, new))| old != new);
+    let words: Vec<_> = changed.map(|(at, (_, new))| (at, u64::from_le_bytes(*new))).collect();
+    [start, start + info.info2off.get()]
+        .into_iter()
+        .flat_map(|block| words.iter().map(move |(at, word)| (block + at, *word)))
+        .collect()
 }

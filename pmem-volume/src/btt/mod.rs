@@ -23,6 +23,7 @@ mod flog;
 mod layout;
 mod map_reader;
 mod reader;
+mod reduce;
 mod repair;
 #[cfg(test)]
 mod tests;
@@ -40,4 +41,5 @@ pub use layout::{
     START_BYTES, volume_bytes_for,
 };
 pub use reader::{ReadFailure, Reader, Sector};
+pub use reduce::reduce;
 pub use repair::{Fix, GiveUp, Repair, plan_repair};

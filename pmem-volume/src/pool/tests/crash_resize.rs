@@ -93,6 +93,85 @@ fn growth_of_a_btt_volume_is_atomic() {
     Replay::from_environment().count(images, 400);
 }
 
+#[test]
+fn removal_of_arenas_without_data_is_atomic() {
+    let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
+    let old_content = content(&pool, OLD);
+    let old_sectors = sectors(&pool);
+    pool.resize_volume("v", bytes(NEW), Shrink::Refuse).unwrap();
+    let new_sectors = sectors(&pool);
+    media.record();
+    let info = pool.resize_volume("v", bytes(OLD), Shrink::Allow).unwrap();
+    pool.scrub_all().unwrap();
+    assert_eq!((info.size_bytes, sectors(&pool)), (u64::from(OLD) * CHUNK_BYTES, old_sectors));
+    let points = media.take_points();
+    let images = verify_growth(&points, [old_sectors, new_sectors], &old_content).unwrap();
+    Replay::from_environment().count(images, 50);
+    // The volume can have the arena again.
+    pool.resize_volume("v", bytes(NEW), Shrink::Refuse).unwrap();
+    assert_eq!(sectors(&pool), new_sectors);
+    assert!(pool.check().unwrap().is_clean());
+}
+
+#[test]
+fn smaller_record_before_arenas_are_unlinked_is_detected() {
+    let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
+    let old_content = content(&pool, OLD);
+    let old_sectors = sectors(&pool);
+    pool.resize_volume("v", bytes(NEW), Shrink::Refuse).unwrap();
+    let new_sectors = sectors(&pool);
+    let slot = table::Slot(0);
+    let record = pool.lock_state().volumes[&slot].record.clone();
+    let record = record.resized(record.sequence + 1, OLD);
+    let extents = pool.lock_state().volumes[&slot].extents();
+    let space = Space::new(&media, &extents);
+    let unlink = btt::reduce(&space, record.size_bytes()).unwrap();
+    media.record();
+    let offsets = pool.superblock().volume_record_offsets(slot);
+    mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
+    let words = pool.resize_words(&space, &unlink, &record).unwrap();
+    redo_log::commit(&media, &pool.superblock(), &words).unwrap();
+    verify_growth(&media.take_points(), [old_sectors, new_sectors], &old_content)
+        .expect_err("the wrong order was not detected");
+}
+
+/// A thin volume returns the chunks of a removed arena to the pool.
+#[test]
+fn thin_volume_shrinks_down_to_its_data() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(128 * MIB, 0);
+    let size = VolumeSize::Bytes(20 * MIB);
+    let options =
+        VolumeOptions { size, format: VolumeFormat::Btt, thin: true, reserve_bytes: None };
+    pool.create_volume_with("v", options).unwrap();
+    let before = pool.info();
+    for mib in [40, 60] {
+        pool.resize_volume("v", VolumeSize::Bytes(mib * MIB), Shrink::Refuse).unwrap();
+    }
+    let engine = |pool: &Arc<Pool>| btt::Engine::open(pool.open_volume("v").unwrap()).unwrap();
+    let first = engine(&pool);
+    // The second arena.
+    let sector = first.sectors() / 2;
+    first.write(sector, &[7; 4096]).unwrap();
+    drop(first);
+    let shrink = |mib| pool.resize_volume("v", VolumeSize::Bytes(mib * MIB), Shrink::Allow);
+    let error = shrink(20).unwrap_err().to_string();
+    assert!(error.contains("the minimum size is 41943040 (40 MiB)"), "{error}");
+    assert_eq!(shrink(40).unwrap().size_bytes, 40 * MIB);
+    let second = engine(&pool);
+    let mut data = [0; 4096];
+    second.read(sector, &mut data).unwrap();
+    assert_eq!(data, [7; 4096]);
+    second.discard(0..second.sectors()).unwrap();
+    drop(second);
+    shrink(20).unwrap();
+    pool.scrub_all().unwrap();
+    assert_eq!(pool.info().promised_bytes, before.promised_bytes);
+    assert!(pool.info().volume_bytes <= before.volume_bytes + 2 * CHUNK_BYTES);
+    assert!(pool.check().unwrap().is_clean());
+    assert_states_add_up(&pool.info());
+}
+
 /// Performs all steps of a growth correctly except the last one, for which it calls `finish`.
 fn grow_wrongly(
     finish: impl Fn(&Simulator, &OtherPool, &Space<'_>, &btt::Extension, &VolumeRecord),
@@ -127,7 +206,7 @@ fn store_words(media: &Simulator, words: &[(u64, u64)]) {
 #[test]
 fn linking_arenas_without_the_log_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
-        let words = pool.growth_words(space, extension, record).unwrap();
+        let words = pool.resize_words(space, &extension.link_words(), record).unwrap();
         store_words(media, &words);
     });
     assert!(error.contains("a check finds"), "{error}");
@@ -142,7 +221,7 @@ fn record_before_the_links_of_arenas_is_detected() {
             &record.to_bytes(),
         )
         .unwrap();
-        let words = pool.growth_words(space, extension, record).unwrap();
+        let words = pool.resize_words(space, &extension.link_words(), record).unwrap();
         redo_log::commit(media, &pool.superblock(), &words).unwrap();
     });
     assert!(error.contains("sectors"), "{error}");
@@ -151,7 +230,7 @@ fn record_before_the_links_of_arenas_is_detected() {
 #[test]
 fn commit_word_before_its_entries_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
-        let words = pool.growth_words(space, extension, record).unwrap();
+        let words = pool.resize_words(space, &extension.link_words(), record).unwrap();
         redo_log::write_for_test(media, &pool.superblock(), &words);
         let log = pool.superblock().log_offset;
         media.persist_range(log..log + 4096).unwrap();
@@ -163,7 +242,7 @@ fn commit_word_before_its_entries_is_detected() {
 #[test]
 fn clearing_the_log_before_its_words_are_durable_is_detected() {
     let error = grow_wrongly(|media, pool, space, extension, record| {
-        let words = pool.growth_words(space, extension, record).unwrap();
+        let words = pool.resize_words(space, &extension.link_words(), record).unwrap();
         let log = pool.superblock().log_offset;
         redo_log::write_for_test(media, &pool.superblock(), &words);
         let (_, commit) = redo_log::magic_and_commit(&pool.superblock());
@@ -367,7 +446,7 @@ fn impossible_sizes_are_refused_without_changes() {
     assert!(matches!(refused("raw", u64::MAX - CHUNK_BYTES + 1), PoolError::PoolFull { .. }));
     assert!(matches!(refused("nothing", 4 * MIB), PoolError::NoSuchVolume { .. }));
     let shrunk = pool.resize_volume("btt", VolumeSize::Bytes(18 * MIB), Shrink::Allow).unwrap_err();
-    assert_text(shrunk, &["BTT cannot shrink"]);
+    assert_text(shrunk, &["18874368", "20971520", "arenas without data"]);
     let volume = pool.open_volume("raw").unwrap();
     assert!(matches!(refused("raw", 8 * MIB), PoolError::VolumeInUse { .. }));
     drop(volume);

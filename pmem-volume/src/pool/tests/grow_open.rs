@@ -102,7 +102,7 @@ fn growth_of_a_served_volume_without_the_log_is_detected() {
     let added = Run { start: run.end(), chunks: NEW - OLD };
     pool.mark(&[added], |place| table::Owner::Volume { slot, index: OLD + place }).unwrap();
     extension.format(&space).unwrap();
-    for (at, word) in pool.growth_words(&space, &extension, &record).unwrap() {
+    for (at, word) in pool.resize_words(&space, &extension.link_words(), &record).unwrap() {
         media.store_word(at, word).unwrap();
         media.persist_range(at..at + 8).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Growth of volumes, and shrinking of raw volumes.
+//! Growth and shrinking of volumes.
 
 use super::{Search, Space, Volume, VolumeInfo, VolumeSize, extents_of, volume_info};
 use crate::btt::{self, BttError, Engine};
@@ -19,13 +19,17 @@ use foreshore_types::size::Size;
 pub enum Shrink {
     /// Returns an error if the new size is smaller.
     Refuse,
-    /// Allows shrinking. The data past the new end is erased.
+    /// Allows shrinking. Of a raw volume, the data past the new end is erased.
     Allow,
 }
 
 /// Validated plan for a resize.
 enum Resize {
-    Shrink { chunks: u32 },
+    Shrink {
+        chunks: u32,
+        /// Words that unlink the removed arenas of a BTT, with their offsets in the volume.
+        unlink: Vec<(u64, u64)>,
+    },
     Grow(Box<Growth>),
 }
 
@@ -39,7 +43,7 @@ struct Growth {
 
 impl<M: Media> Pool<M> {
     /// Resizes a volume that is not open in this process. A BTT volume grows by additional arenas
-    /// of at least 16 MiB, and cannot shrink. A raw volume may shrink.
+    /// of at least 16 MiB, and shrinks only by arenas without data at its end.
     ///
     /// [`VolumeSize::Remaining`] adds all bytes that are free or waiting to be erased, except those
     /// promised to thin volumes.
@@ -64,7 +68,9 @@ impl<M: Media> Pool<M> {
         loop {
             let slot = find(&state)?;
             match self.plan_resize(&state, slot, size, shrink)? {
-                Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
+                Resize::Shrink { chunks, unlink } => {
+                    return self.shrink(&mut state, slot, chunks, &unlink);
+                }
                 Resize::Grow(growth) => match state.missing_clean(growth.indexes.len() as u32) {
                     0 => return self.grow_volume(&mut state, slot, *growth),
                     // Memory has borrowed the chunks that were promised to the volume.
@@ -104,14 +110,25 @@ impl<M: Media> Pool<M> {
             (std::cmp::Ordering::Equal, _) => {
                 refuse("is already the size of the volume".to_owned())
             }
-            (std::cmp::Ordering::Less, VolumeFormat::Btt) => refuse(format!(
-                "is less than the current {}, and a BTT cannot shrink: its map and flog are at its end, and its sectors may be anywhere; copy its content to a smaller volume",
-                Size(current_bytes).rounded()
-            )),
+            (std::cmp::Ordering::Less, VolumeFormat::Btt) if shrink == Shrink::Refuse => {
+                refuse(format!(
+                    "is less than the current {}, and a BTT cannot shrink, except by arenas without data at its end while no VM uses it",
+                    Size(current_bytes).rounded()
+                ))
+            }
+            (std::cmp::Ordering::Less, VolumeFormat::Btt) => {
+                redo_log::check_capacity(&self.superblock(), MAX_GROWTH_WORDS)?;
+                let extents = entry.extents();
+                let space = Space::with_holes(self.media(), &extents, current_bytes);
+                let unlink = self.plan_btt(&entry.record, btt::reduce(&space, size_bytes))?;
+                Ok(Resize::Shrink { chunks, unlink })
+            }
             (std::cmp::Ordering::Less, VolumeFormat::Raw) if shrink == Shrink::Refuse => {
                 Err(PoolError::ShrinkRefused { size_bytes, current_bytes })
             }
-            (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
+            (std::cmp::Ordering::Less, VolumeFormat::Raw) => {
+                Ok(Resize::Shrink { chunks, unlink: vec![] })
+            }
             (std::cmp::Ordering::Greater, _) => {
                 Ok(Resize::Grow(Box::new(self.plan_growth(state, slot, chunks)?)))
             }
@@ -129,15 +146,7 @@ impl<M: Media> Pool<M> {
                 let extents = entry.extents();
                 let size_bytes = entry.record.size_bytes();
                 let space = Space::with_holes(self.media(), &extents, size_bytes);
-                let extension = btt::extend(&space, record.size_bytes());
-                Some(extension.or_else(|error| match error {
-                    BttError::Media(error) => self.latch(Err(error)),
-                    BttError::Damaged { .. } => Err(PoolError::VolumeUnusable {
-                        name: record.name.to_string(),
-                        reason: error.to_string(),
-                    }),
-                    error => Err(PoolError::Btt(error)),
-                })?)
+                Some(self.plan_btt(&record, btt::extend(&space, record.size_bytes()))?)
             }
         };
         // Compared first, because a thick volume needs an index for each of its chunks.
@@ -160,6 +169,22 @@ impl<M: Media> Pool<M> {
         let allocated = entry.allocated() + indexes.len() as u32;
         state.check_promise(entry.promised(), record.reserve_chunks.max(allocated))?;
         Ok(Growth { indexes, record, extension })
+    }
+
+    /// Converts the error of a plan for the BTT of a volume.
+    fn plan_btt<T>(
+        &self,
+        record: &VolumeRecord,
+        plan: Result<T, BttError>,
+    ) -> Result<T, PoolError> {
+        plan.or_else(|error| match error {
+            BttError::Media(error) => self.latch(Err(error)),
+            BttError::Damaged { .. } => Err(PoolError::VolumeUnusable {
+                name: record.name.to_string(),
+                reason: error.to_string(),
+            }),
+            error => Err(PoolError::Btt(error)),
+        })
     }
 
     /// 1. Store the owner words of the new chunks and persist them. Until the record is written,
@@ -188,7 +213,8 @@ impl<M: Media> Pool<M> {
                 let extents = extents_of(chunks.iter().copied());
                 let space = Space::with_holes(self.media(), &extents, record.size_bytes());
                 self.latch(extension.format(&space))?;
-                let words = self.latch(self.growth_words(&space, extension, &record))?;
+                let links = extension.link_words();
+                let words = self.latch(self.resize_words(&space, &links, &record))?;
                 self.latch(redo_log::commit(self.media(), &self.superblock(), &words))?;
             }
         }
@@ -198,31 +224,46 @@ impl<M: Media> Pool<M> {
         Ok(volume_info(&state.volumes[&slot]))
     }
 
-    /// Returns the words of the transaction, which link the new arenas of a BTT and update both
+    /// Returns the words of the transaction, which change the `links` of a BTT's arenas and both
     /// copies of the record.
-    pub(in crate::pool) fn growth_words(
+    pub(in crate::pool) fn resize_words(
         &self,
         space: &Space<'_>,
-        extension: &btt::Extension,
+        links: &[(u64, u64)],
         record: &VolumeRecord,
     ) -> Result<Vec<(u64, u64)>, crate::media::MediaError> {
-        let links =
-            extension.link_words().into_iter().map(|(at, word)| (space.file_offset(at), word));
-        let mut words: Vec<_> = links.collect();
+        let mut words: Vec<_> =
+            links.iter().map(|(at, word)| (space.file_offset(*at), *word)).collect();
         for offset in self.superblock().volume_record_offsets(record.slot) {
             words.extend(mirrored::changed_words(self.media(), offset, &record.to_bytes())?);
         }
         Ok(words)
     }
 
-    /// 1. Write the volume record. From here on, the chunks past its end are leftovers.
+    /// 1. Write the volume record. For a BTT, also unlink the removed arenas in the same
+    ///    transaction. From here on, the chunks past its end are leftovers.
     /// 2. Change their owner words to *scrub* and persist them. Otherwise, a chunk that the volume
     ///    gets later could have the same index.
     ///
     /// When the call returns, the chunks wait to be erased.
-    fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
-        let record = state.volumes[&slot].record.resized(self.next_sequence(slot)?, chunks);
-        self.write_record(state, record)?;
+    fn shrink(
+        &self,
+        state: &mut State,
+        slot: Slot,
+        chunks: u32,
+        unlink: &[(u64, u64)],
+    ) -> Result<VolumeInfo, PoolError> {
+        let entry = &state.volumes[&slot];
+        let record = entry.record.resized(self.next_sequence(slot)?, chunks);
+        if unlink.is_empty() {
+            self.write_record(state, record)?;
+        } else {
+            let extents = entry.extents();
+            let space = Space::with_holes(self.media(), &extents, entry.record.size_bytes());
+            let words = self.latch(self.resize_words(&space, unlink, &record))?;
+            self.latch(redo_log::commit(self.media(), &self.superblock(), &words))?;
+            state.change_volume(slot, |entry| entry.record = record);
+        }
         let mut removed = vec![];
         state.change_volume(slot, |entry| {
             let kept = entry.chunks.partition_point(|(index, _)| *index < chunks);
