@@ -153,6 +153,7 @@ impl FakeVmTask {
                 answer(reply, self.resize(&resize));
             }
             VmRequest::ResizeDisk(_, reply) => answer(reply, Ok(())),
+            VmRequest::GrowPool(_, reply) => answer(reply, Ok(())),
             VmRequest::AddDevice(device, reply) => answer(reply, self.add(*device)),
             VmRequest::RemoveDevice(_, reply) => answer(reply, Ok(())),
             VmRequest::Counters(reply) => {

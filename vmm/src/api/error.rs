@@ -58,7 +58,10 @@ impl ApiError {
         match self {
             Self::UnknownCall(_)
             | Self::Vm(
-                VmError::NotCreated | VmError::NoSuchDisk { .. } | VmError::NoSuchDevice { .. },
+                VmError::NotCreated
+                | VmError::NoSuchDisk { .. }
+                | VmError::NoSuchPool { .. }
+                | VmError::NoSuchDevice { .. },
             ) => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. }
             | Self::Vm(

@@ -84,6 +84,7 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
             VmRequest::ResizeDisk(resize, reply) => {
                 reply.send(answer_resize_disk(&resize)).unwrap()
             }
+            VmRequest::GrowPool(_, reply) => reply.send(Ok(())).unwrap(),
             VmRequest::AddDevice(device, reply) => reply.send(answer_add(&device)).unwrap(),
             VmRequest::RemoveDevice(id, reply) => {
                 let known = id == "_disk0";

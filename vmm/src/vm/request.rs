@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use foreshore_devices::device::DeviceCounters;
@@ -328,6 +329,15 @@ section! {
     }
 }
 
+section! {
+    /// `pool.grow`.
+    pub struct GrowPoolRequest: "pool.grow" {
+        path: PathBuf => "Pool",
+        size: Option<u64> => "Size in bytes; by default, the size of the device",
+        force: bool = false => "Erases data that the device has after the pool",
+    }
+}
+
 /// `vm.memory`: sizes of a zone in bytes, and the progress of its last resize.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ZoneInfo {
@@ -478,6 +488,12 @@ pub enum VmError {
         /// IDs of the VM's disks.
         known: String,
     },
+    #[error("no such pool: {path}; open pools: {known}")]
+    NoSuchPool {
+        path: PathBuf,
+        /// Paths of the VM's pools.
+        known: String,
+    },
     #[error("no such device: {id:?}; vm.info lists the devices")]
     NoSuchDevice { id: String },
     /// The ID is already in use, possibly by a device that the guest has not released yet.
@@ -557,6 +573,8 @@ pub enum VmRequest {
     Resize(Resize, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
+    /// `pool.grow`.
+    GrowPool(GrowPoolRequest, Reply<()>),
     /// `vm.add-disk`, `vm.add-net`, `vm.add-pm-volume`, `vm.add-pmem`, `vm.add-vsock`. The answer
     /// is `None` if the VM is not running.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),

@@ -67,6 +67,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
             | VmRequest::Delete(reply)
             | VmRequest::Resize(_, reply)
             | VmRequest::ResizeDisk(_, reply)
+            | VmRequest::GrowPool(_, reply)
             | VmRequest::RemoveDevice(_, reply)
             | VmRequest::ChangePressure(_, reply)
             | VmRequest::Boot(reply)
@@ -83,6 +84,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
 
 /// Valid bodies of calls. Calls that are not listed have no body.
 const VALID: &[(&str, &str)] = &[
+    ("pool.grow", r#"{"path": "/p"}"#),
     ("vm.add-disk", r#"{"path": "/d"}"#),
     ("vm.add-net", r#"{"tap": "t"}"#),
     ("vm.add-pm-volume", r#"{"pool": "/p", "name": "a"}"#),

@@ -10,7 +10,9 @@ use foreshore::governor::info::{GovernedZoneInfo, PressureChange, PressureInfo, 
 use foreshore::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest,
 };
-use foreshore::vm::request::{BalloonInfo, PoolInfo, VmInfo, VolumeInfo, ZoneInfo};
+use foreshore::vm::request::{
+    BalloonInfo, GrowPoolRequest, PoolInfo, VmInfo, VolumeInfo, ZoneInfo,
+};
 use foreshore_devices::events::Event;
 use foreshore_devices::volume::kernel_gate::GuestKernel;
 use serde::Serialize;
@@ -131,6 +133,7 @@ fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
 #[test]
 fn schemas_match_the_types_of_bodies_and_answers() {
     check::<BalloonInfo>("BalloonInfo");
+    check::<GrowPoolRequest>("GrowPoolRequest");
     check::<GuestKernel>("GuestKernel");
     check::<PmMemoryConfig>("PmMemoryConfig");
     check::<PmVolumeConfig>("PmVolumeConfig");

@@ -20,7 +20,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::{fmt, io};
@@ -33,6 +33,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::backing::Reservation;
 use crate::entry_inhibitor::EntryInhibitor;
+use crate::file_id::FileId;
 use crate::metrics::{Expose, Exposition, Family, and, one};
 
 /// A page of guest memory was lost. Data copied from guest memory may be zeros, and data copied to
@@ -101,7 +102,7 @@ impl fmt::Display for RangeSource {
 pub struct GuestRange {
     source: RangeSource,
     /// Length that the file must at least have. 0 if there is no file.
-    mapped_bytes: u64,
+    mapped_bytes: AtomicU64,
     /// Length to which the file was truncated, or [`WHOLE`].
     cut_to_bytes: AtomicU64,
     page_lost: AtomicBool,
@@ -137,7 +138,10 @@ impl GuestRange {
     pub fn loss(&self) -> Option<Loss> {
         match self.cut_to_bytes.load(Ordering::Acquire) {
             WHOLE => self.page_lost.load(Ordering::Acquire).then_some(Loss::Page),
-            file_bytes => Some(Loss::CutShort { file_bytes, mapped_bytes: self.mapped_bytes }),
+            file_bytes => {
+                let mapped_bytes = self.mapped_bytes.load(Ordering::Acquire);
+                Some(Loss::CutShort { file_bytes, mapped_bytes })
+            }
         }
     }
 }
@@ -231,7 +235,7 @@ impl LostMemory {
         let (file, mapped_bytes) = file.unzip();
         let range = Arc::new(GuestRange {
             source,
-            mapped_bytes: mapped_bytes.unwrap_or(0),
+            mapped_bytes: AtomicU64::new(mapped_bytes.unwrap_or(0)),
             cut_to_bytes: AtomicU64::new(WHOLE),
             page_lost: AtomicBool::new(false),
             alarm: Arc::clone(&self.alarm),
@@ -239,6 +243,16 @@ impl LostMemory {
         reservation.watch(Arc::clone(&range) as Arc<dyn OnPageLost>)?;
         self.ranges.lock().push((Arc::clone(&range), file.map(Arc::new)));
         Ok(range)
+    }
+
+    /// Expects `file` to have a larger length from now on.
+    pub fn file_has_grown(&self, file: BorrowedFd<'_>, mapped_bytes: u64) {
+        let grown = FileId::of_open(file);
+        for (range, file) in &*self.ranges.lock() {
+            if file.as_ref().is_some_and(|file| FileId::of_open(file.as_fd()) == grown) {
+                range.mapped_bytes.store(mapped_bytes, Ordering::Release);
+            }
+        }
     }
 
     /// Event that is raised when memory is lost.
@@ -263,8 +277,9 @@ impl LostMemory {
         // function.
         let ranges = self.ranges.lock().clone();
         for (range, file) in &ranges {
+            let mapped_bytes = range.mapped_bytes.load(Ordering::Acquire);
             if let Some(file_bytes) =
-                file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
+                file.as_deref().and_then(|file| cut_to_bytes(file, mapped_bytes))
             {
                 // Stores only the first length that was detected.
                 let _ = range.cut_to_bytes.compare_exchange(
@@ -317,7 +332,6 @@ fn reason<'a>(ranges: impl Iterator<Item = (&'a RangeSource, Option<Loss>)>) -> 
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
     use std::time::Duration;
 
     use super::*;
@@ -412,6 +426,22 @@ mod tests {
         assert!(lost.event().read().is_ok());
         let losses: Vec<_> = lost.ranges().iter().map(|range| range.loss()).collect();
         assert_eq!(losses, [Some(Loss::CutShort { file_bytes: MIB, mapped_bytes: 2 * MIB }), None]);
+    }
+
+    #[test]
+    fn grown_file_must_keep_its_new_length() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4 * MIB).unwrap();
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        reservation.map_anonymous(0, 2 * MIB).unwrap();
+        let (lost, ..) = lost_memory();
+        lost.watch_file(source("data"), &reservation, file.as_fd(), 2 * MIB).unwrap();
+        file.set_len(3 * MIB).unwrap();
+        assert_eq!(lost.check_files(), None);
+        lost.file_has_grown(tempfile::tempfile().unwrap().as_fd(), 4 * MIB);
+        assert_eq!(lost.check_files(), None, "another file has grown");
+        lost.file_has_grown(file.as_fd(), 4 * MIB);
+        assert!(lost.check_files().unwrap().contains("truncated to 3 MiB"));
     }
 
     #[test]

@@ -119,6 +119,13 @@ impl PmPool for FakePool {
         Ok(())
     }
 
+    fn grow(&self, size_bytes: Option<u64>, _: bool) -> Result<(), PoolError> {
+        let size_bytes = size_bytes.expect("the pool is in a file");
+        self.file.set_len(size_bytes).unwrap();
+        self.used.lock().resize((size_bytes / CHUNK_BYTES) as usize, false);
+        Ok(())
+    }
+
     fn set_borrowable_bytes(&self, _: u64) {}
 
     fn start_recalls(&self) {}

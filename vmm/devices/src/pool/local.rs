@@ -90,6 +90,10 @@ impl PmPool for LocalPool {
         self.pool.free_memory(&aligned)
     }
 
+    fn grow(&self, size_bytes: Option<u64>, force: bool) -> Result<(), PoolError> {
+        self.pool.grow_in_use(size_bytes, force, &mut |_| {})
+    }
+
     fn set_borrowable_bytes(&self, borrowable_bytes: u64) {
         self.pool.set_borrowable_bytes(borrowable_bytes);
     }

@@ -75,6 +75,10 @@ pub trait PmPool: Debug + Send + Sync {
     /// this after a failed write, and erases the memory when it is opened again.
     fn free_memory(&self, extents: &[Range<u64>]) -> Result<(), PoolError>;
 
+    /// Grows the pool to a size, or to that of its device. Data that the device has after the pool
+    /// is erased only with `force`.
+    fn grow(&self, size_bytes: Option<u64>, force: bool) -> Result<(), PoolError>;
+
     /// Sets the number of bytes promised to thin volumes that memory may borrow. The borrower must
     /// be able to return them at any time.
     fn set_borrowable_bytes(&self, borrowable_bytes: u64);

@@ -71,6 +71,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.memory", bare(get(memory::zones))),
         ("vm.volumes", bare(get(vm::volumes))),
         ("pool.info", bare(get(pool::info))),
+        ("pool.grow", put(pool::grow)),
         ("vm.pressure", get(pressure::show).put(pressure::change)),
     ]
 }
@@ -108,6 +109,7 @@ pub(super) fn successes() -> Vec<(&'static str, &'static [StatusCode])> {
         ("vm.memory", READ),
         ("vm.volumes", READ),
         ("pool.info", READ),
+        ("pool.grow", DONE),
         ("vm.pressure", BOTH),
     ]
 }

@@ -269,6 +269,7 @@ fn every_call_succeeds_with_its_described_status() {
         say("PUT", "vm.pressure", r#"{"pause":true}"#);
         say("PUT", "vm.resize-disk", r#"{"id":"_disk0","desired_size":1048576}"#);
         say("PUT", "vm.resize-zone", r#"{"id":"dram","desired_ram":538968064}"#);
+        say("PUT", "pool.grow", r#"{"path":"/p"}"#);
         for call in [
             "vm.pause",
             "vm.resume",

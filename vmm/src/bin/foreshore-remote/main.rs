@@ -25,7 +25,9 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, VolumesAnswer};
 use foreshore::config::COMPATIBLE_WITH;
-use foreshore::vm::request::{ResizeDiskRequest, ResizeRequest, ResizeZoneRequest};
+use foreshore::vm::request::{
+    GrowPoolRequest, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest,
+};
 use foreshore_cli::{WRONG_COMMAND_LINE, usage_line};
 use foreshore_types::size;
 
@@ -127,6 +129,8 @@ enum Call {
     Delete,
     /// Show events as they occur, until the VMM ends
     Events(Events),
+    /// Grow an open pool
+    GrowPool(GrowPool),
     /// Show the state, memory, vCPUs and devices of the VM; its configuration with --json
     Info(Output),
     /// Show every memory zone with its requested, plugged, online and resident size
@@ -240,6 +244,19 @@ struct ResizeDisk {
     /// New size
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: u64,
+}
+
+#[derive(Debug, Args)]
+struct GrowPool {
+    /// Pool of the VM
+    #[arg(value_name = "POOL")]
+    path: PathBuf,
+    /// New size [default: the size of the device]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    size: Option<u64>,
+    /// Erase data that the device has after the pool
+    #[arg(long)]
+    force: bool,
 }
 
 #[derive(Debug, Args)]
@@ -360,6 +377,12 @@ async fn execute(vmm: &Client, call: Call) -> anyhow::Result<String> {
         Call::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
             let body = ResizeDiskRequest { id, desired_size };
             put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
+        }
+        Call::GrowPool(GrowPool { path, size, force }) => {
+            // The VMM may have another current folder.
+            let path = std::path::absolute(path)?;
+            let body = GrowPoolRequest { path, size, force };
+            put(vmm, "pool.grow", Some(serde_json::to_string(&body)?)).await
         }
         Call::ResizeZone(ResizeZone { id, size: desired_ram }) => {
             let body = ResizeZoneRequest { id, desired_ram };

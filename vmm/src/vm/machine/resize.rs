@@ -3,6 +3,7 @@
 
 use balloon::governor::{ResizeTarget, ResizeTargetError};
 use foreshore_devices::disk::ResizeError;
+use foreshore_devices::file_id::is_same;
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::volume::interface::Chosen;
@@ -11,7 +12,9 @@ use foreshore_types::size::Size;
 use crate::config::{BALLOON_ZONE, DRAM_ZONE};
 use crate::governor::GovernorError;
 use crate::vm::machine::KvmMachine;
-use crate::vm::request::{Resize, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError};
+use crate::vm::request::{
+    GrowPoolRequest, Resize, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError,
+};
 use crate::vm::resize_plan::{
     NextBoot, ResizePlan, ResizeStep, StepAction, ZoneAction, id_of, zone,
 };
@@ -90,6 +93,16 @@ impl MachineResize for KvmMachine {
             self.pm.volumes[place].has_grown(*desired_size);
         }
         Ok(())
+    }
+
+    fn grow_pool(&self, growth: &GrowPoolRequest) -> Result<(), VmError> {
+        let pools = &self.pm.pools;
+        let Some(pool) = pools.iter().find(|pool| is_same(pool.path(), &growth.path)) else {
+            let known: Vec<_> =
+                pools.iter().map(|pool| pool.path().display().to_string()).collect();
+            return Err(VmError::NoSuchPool { path: growth.path.clone(), known: known.join(", ") });
+        };
+        pool.grow(growth.size, growth.force, &self.context.lost)
     }
 }
 
@@ -199,6 +212,7 @@ impl KvmMachine {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::sync::Arc;
 
     use balloon::ZoneId;
@@ -397,6 +411,34 @@ mod tests {
             resize(&mut machine, "data", 60).unwrap();
             assert_eq!(sizes(&machine), (60, 57));
         }
+    }
+
+    #[test]
+    fn pool_grows_while_its_volume_is_attached() {
+        let (mut machine, folder) = with_volume("size=20M,interface=virtio-blk");
+        let path = folder.path().join("pool");
+        let grow = |machine: &KvmMachine, path: &Path, mib: Option<u64>| {
+            let path = path.to_owned();
+            let growth = GrowPoolRequest { path, size: mib.map(|mib| mib * MIB), force: false };
+            machine.grow_pool(&growth)
+        };
+        let error = grow(&machine, Path::new("/other"), Some(256)).unwrap_err();
+        assert!(
+            matches!(&error, VmError::NoSuchPool { known, .. } if *known == path.display().to_string())
+        );
+        for (mib, reason) in [
+            (Some(128), "does not exceed the current 128 MiB"),
+            (Some(129), "multiple of 2 MiB"),
+            (Some(65 << 20), "exceeds the maximum 64 TiB"),
+            (None, "a size is required"),
+        ] {
+            let Err(VmError::BadRequest(text)) = grow(&machine, &path, mib) else { panic!() };
+            assert!(text.contains(reason), "{text}");
+        }
+        assert!(resize(&mut machine, "data", 80).is_err());
+        grow(&machine, &path, Some(192)).unwrap();
+        assert_eq!(machine.pools()[0].total_bytes, 192 * MIB);
+        resize(&mut machine, "data", 80).unwrap();
     }
 
     #[test]

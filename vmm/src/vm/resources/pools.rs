@@ -8,16 +8,17 @@ use std::sync::Arc;
 
 use foreshore_devices::events::Events;
 use foreshore_devices::file_id::{FileId, is_same};
-use foreshore_devices::memory::lost_memory::cut_to_bytes;
-use foreshore_devices::pool::{LocalPool, PmPool, PoolMetrics, UsageMonitor};
+use foreshore_devices::memory::lost_memory::{LostMemory, cut_to_bytes};
+use foreshore_devices::pool::{LocalPool, PmPool, PoolError, PoolMetrics, UsageMonitor};
 use foreshore_devices::volume::plan::{Step, plan};
+use foreshore_types::chain;
 use parking_lot::Mutex;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::config::{PmMemoryConfig, PmVolumeConfig};
 use crate::vm::error::BuildError;
-use crate::vm::request::{PoolInfo, PoolStatus};
+use crate::vm::request::{PoolInfo, PoolStatus, VmError};
 
 /// Pool that contains memory or a volume of the machine.
 pub(in crate::vm) struct OpenPool {
@@ -28,6 +29,29 @@ pub(in crate::vm) struct OpenPool {
 impl OpenPool {
     pub(in crate::vm) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
         Self { path: path.to_owned(), pool: Arc::clone(pool) }
+    }
+
+    pub(in crate::vm) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Grows the pool to a size, or to that of its device. `lost` watches the length of its file.
+    pub(in crate::vm) fn grow(
+        &self,
+        size_bytes: Option<u64>,
+        force: bool,
+        lost: &LostMemory,
+    ) -> Result<(), VmError> {
+        self.pool.grow(size_bytes, force).map_err(|error| match error {
+            PoolError::File { .. } | PoolError::Media(_) | PoolError::Latched { .. } => {
+                VmError::Failed(chain(&error))
+            }
+            error => VmError::BadRequest(error.to_string()),
+        })?;
+        let total_bytes = self.pool.info().total_bytes;
+        lost.file_has_grown(self.pool.file(), total_bytes);
+        info!(pool = %self.path.display(), total_bytes, "The pool has grown");
+        Ok(())
     }
 
     pub(in crate::vm) fn metrics(&self) -> PoolMetrics {

@@ -6,8 +6,8 @@ use super::{EventSender, Standstill};
 use crate::config::{DeviceConfig, VmConfig};
 use crate::governor::info::{PressureChange, PressureInfo};
 use crate::vm::request::{
-    Counters, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError, VmInfo,
-    VolumeInfo, ZoneInfo,
+    Counters, GrowPoolRequest, PciDeviceInfo, PoolInfo, Reply, Resize, ResizeDiskRequest, VmError,
+    VmInfo, VolumeInfo, ZoneInfo,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
@@ -57,6 +57,8 @@ pub trait MachineResize {
     fn vcpu_ejected(&mut self, index: u8);
     /// Resizes a disk or a volume, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
+    /// Grows a pool that the machine uses.
+    fn grow_pool(&self, growth: &GrowPoolRequest) -> Result<(), VmError>;
 }
 
 /// Addition and removal of devices.

@@ -699,6 +699,10 @@ impl<F: MachineFactory> VmTask<F> {
             VmRequest::ResizeDisk(resize, reply) => {
                 answer(reply, self.busily(|task| task.vm()?.resize_disk(&resize)));
             }
+            VmRequest::GrowPool(growth, reply) => {
+                let grow = |task: &mut Self| task.vm()?.running("pool.grow")?.grow_pool(&growth);
+                answer(reply, self.busily(grow));
+            }
             VmRequest::AddDevice(device, reply) => {
                 answer(reply, self.busily(|task| task.add_device(*device)));
             }

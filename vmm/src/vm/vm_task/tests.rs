@@ -22,7 +22,7 @@ use crate::config::{ParamSettings, PressureConfig, Topology, test_config};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::VmHandle;
 use crate::vm::request::{
-    Counters, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo, device_tree,
+    Counters, GrowPoolRequest, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo, device_tree,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
@@ -149,6 +149,10 @@ impl MachineResize for FakeMachine {
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
         self.log.lock().push("resize disk");
         self.delays.wait("resize disk");
+        Ok(())
+    }
+    fn grow_pool(&self, _: &GrowPoolRequest) -> Result<(), VmError> {
+        self.log.lock().push("grow pool");
         Ok(())
     }
 }

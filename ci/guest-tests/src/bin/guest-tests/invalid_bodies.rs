@@ -114,6 +114,7 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
     let volume_fields =
         ["pool", "name", "size", "format", "interface", "create", "thin", "readonly", "force"];
     let no_volume = json!({"pool": "/nowhere/pool", "name": "none"});
+    let no_pool = json!({"path": "/nowhere/pool"});
     let pressure_fields =
         ["policy", "size", "params", "rules", "dry_run", "pause", "resume", "zone"];
     vec![
@@ -137,6 +138,7 @@ fn of_a_vm_that_runs() -> Vec<(&'static str, Vec<Value>, &'static [u16])> {
         known("vm.resize", "VmResize", none.clone(), none.clone(), REFUSED_OR_EMPTY),
         known("vm.resize-zone", "VmResizeZone", no_size, no_zone, REFUSED),
         known("vm.resize-disk", "VmResizeDisk", no_device.clone(), no_device, REFUSED),
+        ("pool.grow", each(&["path", "size", "force"], &no_pool, &none), REFUSED),
         (
             "vm.pressure",
             each(&pressure_fields, &json!({"policy": "greed"}), &none),

@@ -19,6 +19,9 @@ guest_tests::tests![
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
     full_pool_pauses_the_vm_until_memory_is_returned: 400 x 2,
+    full_pool_pauses_the_vm_until_it_grows: 400 x 2,
+    full_pool_pauses_the_vm_until_it_grows_on_6_1: 400 (extended) on [V6_1] x 2 =>
+        full_pool_pauses_the_vm_until_it_grows(),
     write_to_a_full_pool_fails_with_on_full_error: 300 x 2,
 ];
 
@@ -308,6 +311,30 @@ fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
     ensure!(allocated_bytes(&guest)? >= bytes, "{}", guest.get("vm.volumes")?);
     guest.kill9()?;
     pool.check().map(drop)
+}
+
+fn full_pool_pauses_the_vm_until_it_grows() -> Result<()> {
+    let pool = Pool::create("192M")?;
+    let (guest, script) = write_beyond_the_pool(&pool, "")?;
+    wait_until_paused(&guest)?;
+    let grow = |mib: u64| json!({ "path": pool.name(), "size": mib * MIB });
+    let refused = guest.try_put("pool.grow", grow(192))?;
+    let is_bound_named = refused.body.contains("does not exceed the current 192 MiB");
+    ensure!(refused.status == 400 && is_bound_named, "{refused:?}");
+    guest.put("pool.grow", grow(256))?;
+    script.finish()?.success("dd")?;
+    let info = pool_info(&guest)?;
+    ensure!(info["total_bytes"] == 256 * MIB && info["memory_bytes"] == LENT_MIB * MIB, "{info}");
+    let info = guest.get("vm.info")?;
+    ensure!(info["state"] == "Running" && info.get("pause_reason").is_none(), "{info}");
+    let bytes = OVERCOMMITTED_MIB * MIB;
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run_within(IO_LIMIT, &format!("{} | cmp -n {bytes} - /dev/vda", print_blocks(bytes)))?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check()?;
+    ensure!(pool.info()?["total_bytes"] == 256 * MIB, "{}", pool.info()?);
+    Ok(())
 }
 
 fn write_to_a_full_pool_fails_with_on_full_error() -> Result<()> {

@@ -206,8 +206,11 @@ fn paused_vm_is_resized_and_stays_paused() {
         vm.handle.ask(|reply| VmRequest::Resize(Resize::Zone(zone), reply)).await.unwrap();
         let disk = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
         vm.handle.ask(|reply| VmRequest::ResizeDisk(disk, reply)).await.unwrap();
+        let pool = GrowPoolRequest { path: "/pool".into(), size: None, force: false };
+        vm.handle.ask(|reply| VmRequest::GrowPool(pool, reply)).await.unwrap();
         assert_eq!(vm.state().await, VmState::Paused);
-        let expected = "build, resume, pause, resize vcpus, resize dram, resize balloon, resize zone, resize disk";
+        let expected = "build, resume, pause, resize vcpus, resize dram, resize balloon, resize zone, resize disk, \
+                        grow pool";
         assert_eq!(vm.log().join(", "), expected);
     });
 }
