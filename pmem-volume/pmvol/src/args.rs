@@ -92,11 +92,12 @@ Examples:
     },
     /// Enlarge a pool
     ///
-    /// Volumes keep their content. The pool must not be in use; after a crash it has its old size
-    /// or the new one. The added part of a device is erased first.
+    /// Volumes keep their content. A pool in use grows by its VM. After a crash, it has its old
+    /// size or the new one. The added part of a device is erased first.
     #[command(after_help = "\
 Examples:
   pmvol grow /pm/pool --size 32G
+  pmvol grow /pm/pool --size 32G --api-socket /run/vm.sock  while a VM uses it
   pmvol grow /dev/vg0/pool  to all of the device, after it has grown")]
     Grow {
         /// Pool
@@ -107,6 +108,9 @@ Examples:
         /// Erase data in the added part of a device
         #[arg(long)]
         force: bool,
+        /// API socket of the VM that may have the pool open, and then grows it
+        #[arg(long, value_name = "PATH")]
+        api_socket: Option<PathBuf>,
         #[command(flatten)]
         output: Output,
     },
@@ -373,10 +377,13 @@ Examples:
         /// New guaranteed part of a thin volume, a multiple of 2M from 0 to its size
         #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with_all = ["size", "shrink"])]
         reserve: Option<u64>,
-        /// Let the volume shrink; a raw one loses the data past its new end, a BTT volume only arenas
-        /// without data
+        /// Let the volume shrink; a raw one loses the data past its new end, and a BTT volume only
+        /// arenas without data
         #[arg(long)]
         shrink: bool,
+        /// API socket of the VM that may have the pool open, and then grows a virtio-blk volume
+        #[arg(long, value_name = "PATH", conflicts_with_all = ["reserve", "shrink"])]
+        api_socket: Option<PathBuf>,
         #[command(flatten)]
         output: Output,
     },

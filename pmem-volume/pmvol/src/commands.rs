@@ -18,7 +18,7 @@ use super::btt::{self, BttCommand, Location};
 use super::meter::with_meter;
 use super::print::{CompactReport, PoolReport, ScrubReport, VolumesReport, print};
 use super::usage::RAW_IS_THICK;
-use super::{create_from, manual, print};
+use super::{create_from, manual, print, vm};
 
 /// Result of a command that did not fail.
 pub(crate) enum Outcome {
@@ -49,9 +49,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(Outcome::Done)
         }
-        Command::Grow { pool, size, force, output } => {
-            let grown = with_meter(|progress| grow(pool, *size, *force, progress))
-                .map_err(|error| add_flag_context(error.into()))?;
+        Command::Grow { pool, size, force, api_socket, output } => {
+            let grown = with_meter(|progress| grow(pool, *size, *force, progress));
+            let grown = match (grown.map_err(|error| add_flag_context(error.into())), api_socket) {
+                (Err(error), Some(socket)) if vm::is_in_use(&error) => {
+                    vm::grow_pool(socket, pool, *size, *force)?
+                }
+                (grown, _) => grown.map_err(vm::name_flag)?,
+            };
             let report = PoolReport { path: pool, info: &grown.info() };
             print(output, &report, |out| print::pool_grown(out, &report))?;
             print::warn_waiting(&grown);
@@ -135,13 +140,13 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
             print::warn_waiting(&pool);
         }
-        VolumeCommand::Resize { pool, name, size, reserve: None, shrink, output } => {
+        VolumeCommand::Resize { pool, name, size, reserve: None, shrink, api_socket, output } => {
             let size = size.expect("clap requires it without --reserve");
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let (pool, (before, volume)) =
-                change_pool(pool, |pool, progress| resize(pool, name, size, shrink, progress))
-                    .map_err(|error| in_use(error, name, size))?;
-            let is_larger = volume.size_bytes > before.size_bytes;
+            let (pool, before, volume) =
+                resize_here_or_by_vm(pool, name, size, shrink, api_socket.as_deref())?;
+            // A VM only grows volumes.
+            let is_larger = before.is_none_or(|before| volume.size_bytes > before.size_bytes);
             let mut report = VolumesReport::new(&pool, &[volume]);
             report.hints.extend(is_larger.then(|| print::GROWTH_HINT.to_owned()));
             print(output, &report, |out| print::volume_resized(out, &report.volumes[0]))?;
@@ -259,25 +264,25 @@ fn resize(
     Ok((before, volume))
 }
 
-/// Error for a volume whose pool another process uses.
-#[derive(Debug, Error)]
-#[error(
-    "{error:#}; a VM that has the volume as a virtio-blk disk can grow it: `foreshore-remote resize-disk --disk {name} \
-     --size {size_bytes}`"
-)]
-struct GrowByVm {
-    error: anyhow::Error,
-    name: String,
-    size_bytes: u64,
-}
-
-/// Adds the command that grows the volume of a running VM, if another process uses the pool.
-fn in_use(error: anyhow::Error, name: &str, size: VolumeSize) -> anyhow::Error {
-    match (error.downcast_ref(), size) {
-        (Some(PoolError::InUse { .. }), VolumeSize::Bytes(size_bytes)) => {
-            GrowByVm { error, name: name.to_owned(), size_bytes }.into()
-        }
-        _ => error,
+/// Resizes a volume of a pool that is not in use, or lets the VM of `socket` grow it.
+fn resize_here_or_by_vm(
+    path: &Path,
+    name: &str,
+    size: VolumeSize,
+    shrink: Shrink,
+    socket: Option<&Path>,
+) -> anyhow::Result<(Arc<Pool>, Option<VolumeInfo>, VolumeInfo)> {
+    match change_pool(path, |pool, progress| resize(pool, name, size, shrink, progress)) {
+        Ok((pool, (before, volume))) => Ok((pool, Some(before), volume)),
+        Err(error) if vm::is_in_use(&error) => match (socket, size) {
+            (Some(socket), VolumeSize::Bytes(size_bytes)) => {
+                let pool = vm::grow_volume(socket, path, name, size_bytes)?;
+                let volume = pool.open_volume(name)?.info().clone();
+                Ok((pool, None, volume))
+            }
+            _ => Err(vm::name_flag(error)),
+        },
+        Err(error) => Err(error),
     }
 }
 

@@ -11,6 +11,7 @@ mod meter;
 mod print;
 mod remedy;
 mod usage;
+mod vm;
 
 use std::process::ExitCode;
 

@@ -331,7 +331,8 @@ pub(crate) fn warn_pool_damage(path: &Path, pool: &Pool) {
 /// Reports on stderr how much memory remains to be erased after a command.
 pub(crate) fn warn_waiting(pool: &Pool) {
     let waiting_bytes = pool.info().scrubbing_bytes;
-    if waiting_bytes > 0 {
+    // A VM erases them itself.
+    if pool.is_writable() && waiting_bytes > 0 {
         print_stderr(format_args!("{}", waiting(pool.path(), waiting_bytes)));
     }
 }

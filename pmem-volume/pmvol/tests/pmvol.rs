@@ -260,13 +260,13 @@ fn pool_in_use_is_readable_and_refuses_changes() {
     folder.fail(&["check", "pool"], &["in use by", &me]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
     folder.fail(&["volume", "rename", "pool", "v", "w"], &["in use by", &me]);
-    folder.fail(&["grow", "pool", "--size", "96M"], &["in use by", &me]);
     folder.fail(&["scrub", "pool"], &["in use by", &me, "`pmvol info`"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
     let resize = ["volume", "resize", "pool", "v", "--size", "64M"];
-    let command = "`foreshore-remote resize-disk --disk v --size 67108864`";
-    folder.fail(&resize, &["in use by", &me, command]);
-    folder.fail(&["volume", "resize", "pool", "v", "--size", "remaining"], &["`pmvol info`"]);
+    folder.fail(&resize, &["in use by", &me, "--api-socket lets its VM grow it"]);
+    let grow = ["grow", "pool", "--size", "96M"];
+    folder.fail(&grow, &["in use by", &me, "--api-socket lets its VM grow it"]);
+    folder.fail(&[&grow[..], &["--api-socket", "none"]].concat(), &["API socket none", "No such"]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
     assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));
