@@ -130,8 +130,9 @@ impl VmConfig {
         net::config::validate_all(&self.net, self.cpus.max_vcpus)?;
         self.check_ids()?;
         self.check_slots()?;
-        self.check_serial_numbers()?;
-        self.check_volumes()
+        // First, because the same volume twice also has the same serial number.
+        self.check_volumes()?;
+        self.check_serial_numbers()
     }
 
     /// Checks that no two disks request the same PCI slot.
@@ -461,6 +462,8 @@ mod tests {
         config.disks.pop();
         config.pm_volumes = vec![volume("pool=/p,name=s"), volume("pool=/q,name=s")];
         assert!(config.validate().is_ok(), "a volume on an NVDIMM has no serial number");
+        config.pm_volumes = vec![volume("pool=/p,name=t,interface=virtio-blk"); 2];
+        assert!(error(&config).contains("volume t of pool \"/p\" is given twice"));
         config.pm_volumes = vec![volume("pool=/p,name=s,interface=virtio-blk")];
         assert!(
             error(&config).contains(r#"two disks have the serial number "s""#),
