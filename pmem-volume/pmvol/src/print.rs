@@ -101,13 +101,19 @@ pub(crate) struct VolumeLine {
     info: VolumeInfo,
     /// `None` if the size is unknown.
     usable_bytes: Option<u64>,
+    /// `None` if the volume is not thin, or damaged.
+    live_bytes: Option<u64>,
 }
 
 impl<'a> VolumesReport<'a> {
     pub(crate) fn new(pool: &'a Arc<Pool>, volumes: &[VolumeInfo]) -> Self {
-        let line = |info: &VolumeInfo| VolumeLine {
-            info: info.clone(),
-            usable_bytes: pool.open_volume(&info.name).ok().and_then(|open| open.usable_bytes()),
+        let line = |info: &VolumeInfo| {
+            let open = pool.open_volume(&info.name).ok();
+            VolumeLine {
+                info: info.clone(),
+                usable_bytes: open.as_ref().and_then(|open| open.usable_bytes()),
+                live_bytes: open.and_then(|open| open.live_bytes()),
+            }
         };
         let volumes = volumes.iter().map(line).collect();
         Self { path: pool.path(), volumes, instead_of: None, filled: None, hints: vec![] }

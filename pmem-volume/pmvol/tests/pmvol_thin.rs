@@ -81,10 +81,14 @@ fn zeros_of_an_image_are_not_allocated_and_conversions_keep_the_content() {
     };
     let thin_bytes = allocated_bytes(&folder, true);
     assert!((3 * MIB..=16 * MIB).contains(&thin_bytes), "{thin_bytes}");
+    let live =
+        || folder.json(&["volume", "list", "pool", "--json"])["volumes"][0]["live_bytes"].clone();
+    assert_eq!(live(), 3 * MIB);
     assert!(is_same(exported()));
 
     let text = folder.succeed(&["volume", "convert", "pool", "data", "--thick"]);
     assert!(text.starts_with("volume data is thick: "), "{text}");
+    assert_eq!(live(), Value::Null);
     let list = folder.json(&["volume", "list", "pool", "--json"]);
     assert_eq!(list["volumes"][0]["size_bytes"], allocated_bytes(&folder, false));
     assert!(is_same(exported()));

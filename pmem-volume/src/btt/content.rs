@@ -3,6 +3,7 @@
 use super::arena::ArenaInfo;
 use super::arena_walk::arenas;
 use super::flog::{MapKind, decode_map, recover};
+use super::layout::MAP_ERROR;
 use super::map_reader::MapReader;
 use crate::media::{Media, MediaError};
 
@@ -35,6 +36,25 @@ pub(super) fn arena_holds_data(space: &impl Media, info: &ArenaInfo) -> Result<b
         }
     }
     Ok(false)
+}
+
+/// Returns the bytes of all sectors that were written and not discarded since. Another process may
+/// change the map meanwhile, which alone is read. `None` if an arena or its map is damaged.
+pub fn live_bytes(space: &impl Media) -> Option<u64> {
+    let mut bytes = 0;
+    for arena in arenas(space) {
+        let (info, _) = arena.ok()?;
+        let mut reader = MapReader::new(space, &info, 0..info.sectors);
+        while let Some(piece) = reader.read_next() {
+            let piece = piece.ok()?;
+            // Map entries in a hole were never written.
+            if !piece.is_hole() {
+                let live = piece.iter().filter(|(_, entry)| entry & MAP_ERROR != 0).count();
+                bytes += live as u64 * u64::from(info.sector_bytes);
+            }
+        }
+    }
+    Some(bytes)
 }
 
 /// Returns the total size of all sectors. Returns `None` if the number of sectors is unknown

@@ -32,7 +32,7 @@ mod torn_entry;
 pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use arena_walk::{ArenaResult, MissingArena, arenas, is_replaced};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
-pub use content::{holds_data, usable_bytes};
+pub use content::{holds_data, live_bytes, usable_bytes};
 pub use engine::{ArenaStatus, BulkLoad, Engine, Fault};
 pub use error::BttError;
 pub use extend::{Extension, extend};

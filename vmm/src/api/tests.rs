@@ -185,6 +185,7 @@ fn volume() -> VolumeInfo {
         size_bytes: 96 << 20,
         reserve_bytes: 50 << 20,
         allocated_bytes: Some(98 << 20),
+        live_bytes: None,
         interface: "nvdimm".to_owned(),
         readonly: false,
         durability: "page-cache".to_owned(),

@@ -131,6 +131,9 @@ impl BlockDevice for Damaged {
     fn resize(&self, _: u64) -> Result<(), ResizeError> {
         unreachable!("{NO_IO}")
     }
+    fn live_bytes(&self) -> Option<u64> {
+        Some(3 << 20)
+    }
     fn released_bytes(&self) -> Option<u64> {
         Some(4 << 20)
     }

@@ -386,6 +386,8 @@ pub struct VolumeInfo {
     pub reserve_bytes: u64,
     /// Bytes of the pool that the volume occupies. `None` after the device has ended.
     pub allocated_bytes: Option<u64>,
+    /// Bytes of a thin volume that were written and not discarded since. `None` for others.
+    pub live_bytes: Option<u64>,
     /// Interface between the volume and the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
     /// True if the guest may only read the volume.

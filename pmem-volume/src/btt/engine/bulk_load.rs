@@ -207,6 +207,9 @@ fn publish(
             let block = entry & MAP_BLOCK;
             if let Some(live) = &arena.live {
                 live.add(block);
+                if !map::is_live(entry) {
+                    live.add_sector();
+                }
             }
             map::written_entry(block)
         };

@@ -352,7 +352,13 @@ impl<'a, S: Media, L: AsRef<[LaneGuard<'a>]> + AsMut<[LaneGuard<'a>]>> Exchange<
             new,
         ))?;
         if let Some(live) = &self.arena.live {
-            self.lanes.as_ref().iter().for_each(|guard| discount_old_block(live, guard));
+            let is_live = map::is_live(entry(0));
+            self.lanes.as_ref().iter().for_each(|guard| {
+                if is_live && !guard.is_old_live {
+                    live.add_sector();
+                }
+                discount_old_block(live, guard);
+            });
         }
         for (sector, guard) in (first..).zip(self.lanes.as_mut()) {
             let old = guard.old;

@@ -15,7 +15,7 @@
 //! writer does not, because its lane will probably write to the unit soon.
 
 use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::cpu::{self, AtomicU32, Ordering};
@@ -42,6 +42,9 @@ pub(super) struct LiveBlocks {
     data_at: u64,
     block_bytes: u64,
     counts: SparseTable<AtomicU32>,
+    /// Number of sectors whose map entry is live. Overwriting a sector does not change it, so most
+    /// writes do not share this word.
+    sectors: AtomicU64,
     queue: Mutex<Vec<u32>>,
     /// Locked for reading by discards, and for writing by a release.
     discards: RwLock<()>,
@@ -67,6 +70,7 @@ impl LiveBlocks {
                 continue;
             }
             for (_, entry) in piece.iter().filter(|(_, entry)| map::is_live(*entry)) {
+                live.add_sector();
                 live.add_at_open(info, entry & MAP_BLOCK);
             }
         }
@@ -87,6 +91,7 @@ impl LiveBlocks {
             data_at: info.data_at,
             block_bytes,
             counts: SparseTable::new(len, || AtomicU32::new(0)),
+            sectors: AtomicU64::new(0),
             queue: Mutex::default(),
             discards: RwLock::default(),
             is_consistent: AtomicBool::new(true),
@@ -187,10 +192,23 @@ impl LiveBlocks {
         }
     }
 
+    /// Number of sectors that were written and not discarded since.
+    pub(super) fn sectors(&self) -> u64 {
+        self.sectors.load(Ordering::Relaxed)
+    }
+
+    /// Counts a sector whose map entry becomes live. The line of the entry is locked, so changes of
+    /// the same sector are counted in their order.
+    #[inline]
+    pub(super) fn add_sector(&self) {
+        self.sectors.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Accounts for a discard, which has replaced the map entry of a sector. If the sector was
     /// unwritten, its content may have prevented a release.
     pub(super) fn discard(&self, sector: u32, entry: u32) {
         if map::is_live(entry) {
+            self.sectors.fetch_sub(1, Ordering::Relaxed);
             self.remove(entry & MAP_BLOCK);
         } else if map::is_unwritten(entry) {
             self.units_of(sector).for_each(|unit| self.queue_unused(unit));

@@ -346,6 +346,16 @@ impl<S: Media> Engine<S> {
         Ok(())
     }
 
+    /// Bytes of all sectors that were written and not discarded since. `None` if they are not
+    /// counted, because the media never releases space or an arena is damaged.
+    pub fn live_bytes(&self) -> Option<u64> {
+        let sectors = self.arena_slots.iter().map(|slot| match slot {
+            ArenaSlot::Arena(arena) => arena.live.as_ref().map(|live| live.sectors()),
+            ArenaSlot::Missing { .. } => None,
+        });
+        Some(sectors.sum::<Option<u64>>()? * u64::from(self.sector_bytes))
+    }
+
     /// Returns when all earlier writes are durable, as far as the media supports it. Each write was
     /// already durable when it returned. An arena in which a write has failed returns an error. An
     /// arena that could not be read at open accepts no writes, so it does not prevent a flush of

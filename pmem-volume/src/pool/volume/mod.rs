@@ -662,6 +662,12 @@ impl<M: Media> Volume<M> {
         }
     }
 
+    /// Returns the bytes of a thin volume that contain data ([`btt::live_bytes`]). Other volumes
+    /// have no holes in their maps, so counting would read the whole maps.
+    pub fn live_bytes(&self) -> Option<u64> {
+        self.info.thin.then(|| btt::live_bytes(self)).flatten()
+    }
+
     /// Checks the volume's BTT, based only on its media. Returns `None` for a raw volume.
     pub fn check_btt(&self) -> Option<btt::Report> {
         self.check_btt_with(&mut |_| {})

@@ -106,6 +106,11 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
+    /// Bytes of the disk that were written and not discarded since. `None` if they are not counted.
+    fn live_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Number of pieces of a pool that the disk occupies.
     fn extents(&self) -> usize {
         0

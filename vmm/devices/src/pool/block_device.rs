@@ -132,6 +132,10 @@ impl BlockDevice for ServedVolume {
         Some(self.engine.read(|engine| engine.space().allocated_bytes()))
     }
 
+    fn live_bytes(&self) -> Option<u64> {
+        self.engine.read(|engine| engine.live_bytes())
+    }
+
     fn extents(&self) -> usize {
         self.engine.read(|engine| engine.space().allocated_extents().len())
     }

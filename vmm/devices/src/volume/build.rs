@@ -125,6 +125,15 @@ impl Sizes {
         }
     }
 
+    /// Bytes of a thin volume that were written and not discarded since. Guests translate the
+    /// sectors of mapped volumes themselves.
+    pub fn live_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Fixed { .. } => None,
+            Self::OfDevice(device) => device.upgrade()?.live_bytes(),
+        }
+    }
+
     /// Number of the volume's extents in the pool.
     pub fn extents(&self) -> Option<usize> {
         match self {

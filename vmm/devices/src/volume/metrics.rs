@@ -104,6 +104,14 @@ impl VolumeMetrics {
         }
     }
 
+    /// Returns the bytes that were written and not discarded since. `None` if they are not counted.
+    fn live_bytes(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.live_bytes(),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
     /// Returns the bytes that discards and compactions have released. `None` if the guest cannot
     /// discard.
     fn released_bytes(&self) -> Option<u64> {
@@ -154,6 +162,9 @@ impl Expose for VolumeMetrics {
         let help = "Bytes of the pool that the volume occupies; writes and discards change it in a thin volume.";
         let allocated = self.sizes.allocated_bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_allocated", help, allocated);
+        let help = "Bytes of a thin volume that were written and not discarded since.";
+        let live = self.live_bytes().map(|bytes| (labels.clone(), bytes));
+        out.bytes("volume_live", help, live);
         let help = "Bytes of a thin volume that discards and compaction released.";
         let released = Family("volume_released", help, Some(Unit::Bytes));
         out.counters(released, self.released_bytes().map(|bytes| (labels.clone(), bytes)));

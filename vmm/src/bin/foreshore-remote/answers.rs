@@ -300,6 +300,7 @@ _net1   rx_bytes     9
             size_bytes: 8 << 30,
             reserve_bytes: 8 << 30,
             allocated_bytes: Some(9 << 30),
+            live_bytes: None,
             interface: "nvdimm".to_owned(),
             readonly: false,
             durability: "dax-sync".to_owned(),

@@ -111,6 +111,7 @@ impl AttachedVolume {
             size_bytes: self.opened.sizes.size_bytes().unwrap_or(0),
             reserve_bytes: self.opened.sizes.reserve_bytes().unwrap_or(0),
             allocated_bytes: self.opened.sizes.allocated_bytes(),
+            live_bytes: self.opened.sizes.live_bytes(),
             interface: self.interface.name().to_owned(),
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),

@@ -10,6 +10,7 @@ use super::threads::version_of;
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
+use crate::btt::live_bytes;
 use crate::media::simulator::Random;
 use crate::media::thin::ThinMedia;
 
@@ -219,6 +220,8 @@ fn count_after_operations(seed: u64, unit_bytes: u64) -> usize {
         let live = engine.arena_slots[0].arena().unwrap().live.as_deref().unwrap();
         let counted = LiveBlocks::count(&thin, &info, []).unwrap().unwrap();
         assert_eq!(live.counts(), counted.counts(), "seed {seed}, operation {version}");
+        assert_eq!(engine.live_bytes(), live_bytes(&thin), "seed {seed}, operation {version}");
+        assert_eq!(engine.live_bytes(), Some(counted.sectors() * 4096));
         for (unit, count) in (0..).zip(live.counts()) {
             let range = live.range_of(unit);
             assert!(count == 0 || thin.holes_in(range.clone()) == 0, "{range:x?} is a hole");
@@ -310,9 +313,11 @@ fn discard_in_a_thin_volume_of_a_pool_releases_chunks() {
         let expected = if sector < 2000 { vec![0; 4096] } else { content(sector, 1, 4096) };
         assert!(read(&engine, sector) == expected, "{sector}");
     }
+    assert_eq!(engine.live_bytes(), Some(500 * 4096));
     drop(engine);
     assert_eq!(pool.check().unwrap().pool, []);
     let volume = pool.open_volume("v").unwrap();
+    assert_eq!(volume.live_bytes(), Some(500 * 4096));
     assert!(volume.check_btt().unwrap().is_clean());
     assert_eq!(volume.allocated_bytes(), after);
 }
