@@ -347,6 +347,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::media::simulator::Random;
     use crate::pool::alloc::wear::WEAR_STEP;
 
     const CHUNKS: u32 = 3000;
@@ -576,6 +577,76 @@ mod tests {
         buddy.free(extent);
         // One more use raises the single chunk to the next wear level.
         assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
+    }
+
+    /// Order in which free chunks are lent for an extent of order `wanted`. Least is first: extents
+    /// that are large enough, of these the least worn, of these the smallest. If none is large
+    /// enough, the largest. All free chunks are erased.
+    fn rank(buddy: &Buddy, wanted: u8, extent: Extent) -> impl Ord + use<> {
+        let (level, order) = (buddy.wear.level(extent), u64::from(extent.order));
+        match extent.order >= wanted {
+            true => (false, level, order),
+            false => (true, u64::from(MAX_ORDER) - order, level),
+        }
+    }
+
+    /// Lends extents from randomly used and worn chunks. Returns false if `choose` took one from
+    /// another free extent than the first in order.
+    fn lends_in_order(seed: u64, choose: fn(&mut Buddy, u8) -> Extent) -> bool {
+        let mut random = Random::new(seed);
+        let uses = (0..256).map(|_| (random.below(4) * random.below(2 * WEAR_STEP)) as u32);
+        let mut buddy = Buddy::with_wear(uses.collect());
+        let free = (0..256).filter(|_| random.below(8) > 0).map(|id| Extent::chunk(ChunkId(id)));
+        free.collect::<Vec<_>>().into_iter().for_each(|chunk| buddy.free(chunk));
+        (0..20).all(|_| {
+            let wanted = random.below(6) as u8;
+            let best = buddy.free_extents().min_by_key(|extent| rank(&buddy, wanted, *extent));
+            let best = rank(&buddy, wanted, best.expect("20 extents are less than all chunks"));
+            let free: Vec<Extent> = buddy.free_extents().collect();
+            let ranks: Vec<_> = free.iter().map(|free| rank(&buddy, wanted, *free)).collect();
+            let chosen = choose(&mut buddy, wanted);
+            let is_of = |free: &Extent| free.run().ids().any(|id| id == chosen.start);
+            let at = free.iter().position(is_of).expect("it was free");
+            ranks[at] == best
+        })
+    }
+
+    #[test]
+    fn memory_gets_the_least_worn_of_sufficient_extents_or_the_largest() {
+        for seed in 0..200 {
+            assert!(
+                lends_in_order(seed, |buddy, wanted| buddy.take(wanted, Placement::High)),
+                "seed {seed}"
+            );
+        }
+    }
+
+    #[test]
+    fn lending_in_another_order_is_detected() {
+        /// Takes the free extent with the least key.
+        fn take_by<K: Ord>(buddy: &mut Buddy, key: impl Fn(&Buddy, Extent) -> K) -> Extent {
+            let chosen = buddy.free_extents().min_by_key(|extent| key(buddy, *extent));
+            let chosen = chosen.expect("some are free");
+            buddy.take_run(chosen.run());
+            chosen
+        }
+        let variants: [(&str, fn(&mut Buddy, u8) -> Extent); 3] = [
+            ("wear is ignored", |buddy, wanted| {
+                take_by(buddy, |_, extent| (extent.order < wanted, extent.order))
+            }),
+            ("large extents are split", |buddy, wanted| {
+                take_by(buddy, |buddy, extent| {
+                    let level = buddy.wear.level(extent);
+                    (extent.order < wanted, level, MAX_ORDER - extent.order)
+                })
+            }),
+            ("small extents are used although one is large enough", |buddy, _| {
+                take_by(buddy, |buddy, extent| (buddy.wear.level(extent), extent.order))
+            }),
+        ];
+        for (variant, choose) in variants {
+            assert!((0..200).any(|seed| !lends_in_order(seed, choose)), "{variant}");
+        }
     }
 
     #[test]
