@@ -198,12 +198,18 @@ impl Distances {
 /// Free space of a pool that volumes share with lent memory, and the watermarks of the free space.
 ///
 /// A watermark counts only up to `needed_bytes`, because volumes cannot use more.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StorageSpace {
     /// Bytes that volumes could allocate now, some of them only after erasing.
     pub free_bytes: u64,
     /// Bytes that volumes may still allocate: their sizes without their allocated bytes.
     pub needed_bytes: u64,
+    /// Bytes lent as memory.
+    pub lent_bytes: u64,
+    /// Promised bytes that memory may still borrow, because it can be moved to DRAM.
+    pub borrowable_bytes: u64,
+    /// At most this much free space is left to volumes, and memory is moved below it.
+    pub min_bytes: u64,
     /// With less free space, memory is recalled. No policy grows memory below this watermark.
     pub low_bytes: u64,
     /// Recall ends when this much space is free.
@@ -297,6 +303,13 @@ impl HostView {
     /// Plugged memory that still has to be unplugged, in all zones.
     pub fn outstanding_shrink_bytes(&self) -> u64 {
         self.sum(ZoneSizes::outstanding_shrink_bytes)
+    }
+
+    /// Returns the memory of the pool that PM may take: its free memory, without the space that
+    /// stays free for volumes. Policies and the rules use this limit.
+    pub fn lendable_bytes(&self) -> u64 {
+        let above_low_bytes = self.storage.map_or(u64::MAX, |storage| storage.above_low_bytes());
+        self.pool_free_bytes.min(above_low_bytes)
     }
 
     fn sum(&self, size: impl Fn(&ZoneSizes) -> u64) -> u64 {

@@ -348,12 +348,12 @@ impl Controller {
     /// Returns the memory of the pool with which PM may grow.
     fn pm_room(&self, host: &HostView) -> PmRoom {
         let of_pool = PmRoom::of_pool(host);
-        let above_low_bytes = host.storage.map_or(u64::MAX, |storage| storage.above_low_bytes());
+        let lendable_bytes = host.lendable_bytes();
         let reason = Reason::StorageLow;
         if self.is_recalling {
             PmRoom { bytes: 0, reason, is_recalled: true }
-        } else if above_low_bytes < of_pool.bytes {
-            PmRoom { bytes: above_low_bytes, reason, is_recalled: false }
+        } else if lendable_bytes < of_pool.bytes {
+            PmRoom { bytes: lendable_bytes, reason, is_recalled: false }
         } else {
             of_pool
         }

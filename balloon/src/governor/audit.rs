@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use crate::plan::{Direction, Plan, Reason};
 use crate::plug_filter::CONFIRM_MS;
-use crate::{HostView, TimeMs, ZoneSizes};
+use crate::{HostView, StorageSpace, TimeMs, ZoneSizes};
 use foreshore_proto::Report;
 
 use super::decision::{
@@ -65,6 +65,7 @@ pub struct Entry {
     report: Option<ReportDigest>,
     near: Option<u32>,
     pool_free_bytes: u64,
+    storage: Option<StorageSpace>,
     /// Requested and plugged size of each zone before the decision.
     before: Vec<(u64, u64)>,
     plan: Plan,
@@ -211,6 +212,7 @@ impl Audit {
             report: context.report.map(|(at, report)| digest(report, now.since(at))),
             near: context.near,
             pool_free_bytes: context.host.pool_free_bytes,
+            storage: context.host.storage,
             before: zones.iter().map(|zone| (zone.requested_bytes, zone.plugged_bytes)).collect(),
             end,
             plan: plan.clone(),
@@ -417,6 +419,7 @@ impl Entry {
             input: DecisionInput {
                 report: self.report.clone(),
                 pool_free_bytes: self.pool_free_bytes,
+                storage: self.storage,
                 zones: self
                     .before
                     .iter()

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::StorageSpace;
+
 /// Number of past decisions that are kept in memory.
 pub const MAX_DECISIONS: usize = 1_000;
 /// Default number of decisions that `vm.pressure` shows.
@@ -52,6 +54,8 @@ pub struct DecisionInput {
     pub report: Option<ReportDigest>,
     /// Free memory of the pool.
     pub pool_free_bytes: u64,
+    /// Free space of the pool for volumes. `None` if memory borrows none.
+    pub storage: Option<StorageSpace>,
     /// Sizes of each zone.
     pub zones: Vec<DecisionSizes>,
 }

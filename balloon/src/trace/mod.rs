@@ -16,7 +16,7 @@ pub use reader::{Fault, Reader, Trace, TraceError};
 pub use writer::Writer;
 
 use crate::plan::Direction;
-use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, StorageSpace, TimeMs, ZoneId, ZoneSizes};
 
 /// Version of the format. This crate only writes and reads this version.
 pub const TRACE_VERSION: u32 = 1;
@@ -58,6 +58,8 @@ pub enum Entry {
         zones: Vec<HostZone>,
         /// Free memory in the pool.
         pool_free_bytes: u64,
+        /// Free space of the pool for volumes. `None` if memory borrows none, and in older traces.
+        storage: Option<StorageSpace>,
     },
     /// A plan of the governor.
     Plan {

@@ -9,7 +9,7 @@ use super::wire::{Raw, RawDirection, RawDistance, RawHeader, RawHostZone, RawPla
 use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
 use crate::plan::Direction;
 use crate::units::PAGE_BYTES;
-use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, StorageSpace, TimeMs, ZoneId, ZoneSizes};
 
 /// Largest amount of memory in a report, which is the physical memory that four levels of page
 /// tables can map on x86-64.
@@ -355,9 +355,10 @@ fn check_entry(raw: Raw, header: &Header, last: TimeMs) -> Result<Entry, Fault> 
             let report = Report::try_from(*report).map_err(Fault::Report)?;
             Ok(Entry::Report { at, report: Box::new(report) })
         }
-        Raw::Host { at_ms, zones: raw, pool_free_bytes } => {
+        Raw::Host { at_ms, zones: raw, pool_free_bytes, storage } => {
             let at = check_time(at_ms, last)?;
-            Ok(Entry::Host { at, zones: check_host(&raw, header)?, pool_free_bytes })
+            storage.as_ref().map_or(Ok(()), check_storage)?;
+            Ok(Entry::Host { at, zones: check_host(&raw, header)?, pool_free_bytes, storage })
         }
         Raw::Plan(raw) => {
             let at = check_time(raw.at_ms, last)?;
@@ -395,6 +396,12 @@ fn check_host(raw: &[RawHostZone], header: &Header) -> Result<Vec<HostZone>, Fau
         })
     });
     checked.collect()
+}
+
+/// Checks the order of the watermarks. The other sizes may be anything, because they are those of
+/// the pool.
+fn check_storage(storage: &StorageSpace) -> Result<(), Fault> {
+    in_range("low_bytes", storage.low_bytes, storage.min_bytes, storage.high_bytes)
 }
 
 fn check_plan(raw: RawPlan, zones: &[ZoneSizes]) -> Result<RecordedPlan, Fault> {

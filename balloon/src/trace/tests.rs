@@ -107,6 +107,7 @@ fn expected_entries() -> Vec<Entry> {
         at: TimeMs(at),
         zones: zones(requested, plugged),
         pool_free_bytes,
+        storage: None,
     };
     let plan = |at, targets| Entry::Plan {
         at: TimeMs(at),
@@ -290,6 +291,36 @@ fn damaged_line_is_refused_with_number_value_and_bound() {
         assert!(error.contains(expected), "{error}\nlacks {expected}");
         assert!(!error.contains('\n') && !error.contains("(byte 0)"), "{error}");
     }
+}
+
+#[test]
+fn space_for_volumes_is_recorded_when_it_changes() {
+    let storage = StorageSpace {
+        free_bytes: 300 * MIB,
+        needed_bytes: 500 * MIB,
+        lent_bytes: 200 * MIB,
+        borrowable_bytes: 100 * MIB,
+        min_bytes: 32 * MIB,
+        low_bytes: 64 * MIB,
+        high_bytes: 128 * MIB,
+    };
+    let mut view = HostView { storage: Some(storage), ..host() };
+    let mut writer = Writer::new(Vec::new(), &header()).expect("memory");
+    let at = TimeMs(1);
+    assert!(writer.host(at, &view).expect("memory") && !writer.host(at, &view).expect("memory"));
+    view.storage = Some(StorageSpace { free_bytes: 299 * MIB, ..storage });
+    assert!(writer.host(at, &view).expect("memory"));
+    let text = String::from_utf8(writer.into_inner()).expect("JSON");
+    let trace = read(text.clone()).expect("sound");
+    let recorded = trace.entries.iter().map(|entry| match entry {
+        Entry::Host { storage, .. } => *storage,
+        _ => None,
+    });
+    assert_eq!(recorded.collect::<Vec<_>>(), [Some(storage), view.storage]);
+    let damaged = text.replace(r#""low_bytes":67108864"#, r#""low_bytes":67"#);
+    let error = read(damaged).expect_err("marks in the wrong order").to_string();
+    let expected = "line 2 of the trace: low_bytes is 67, must be 33554432 to 134217728";
+    assert_eq!(error, expected);
 }
 
 #[test]

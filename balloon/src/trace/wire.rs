@@ -4,15 +4,23 @@
 use foreshore_proto::RawReport;
 use serde::{Deserialize, Serialize};
 
-use crate::{NodeDistance, Tier, ZoneSizes};
+use crate::{NodeDistance, StorageSpace, Tier, ZoneSizes};
 
 /// A line after parsing. Its shape is valid, but its values have not been checked.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Raw {
     Trace(RawHeader),
-    Report { at_ms: u64, report: Box<RawReport> },
-    Host { at_ms: u64, zones: Vec<RawHostZone>, pool_free_bytes: u64 },
+    Report {
+        at_ms: u64,
+        report: Box<RawReport>,
+    },
+    Host {
+        at_ms: u64,
+        zones: Vec<RawHostZone>,
+        pool_free_bytes: u64,
+        storage: Option<StorageSpace>,
+    },
     Plan(RawPlan),
 }
 
@@ -29,6 +37,8 @@ pub(super) enum Line<'a> {
         at_ms: u64,
         zones: &'a [RawHostZone],
         pool_free_bytes: u64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        storage: Option<StorageSpace>,
         /// Number of lines that were lost before this one.
         #[serde(skip_serializing_if = "is_none")]
         lost_lines: u64,

@@ -7,7 +7,7 @@ use foreshore_proto::{Report, encode_line};
 use super::wire::{Line, RawDirection, RawHeader, RawHostZone, RawPlan, RawTarget};
 use super::{Header, TRACE_VERSION};
 use crate::plan::{Direction, Plan};
-use crate::{HostView, TimeMs};
+use crate::{HostView, StorageSpace, TimeMs};
 
 /// Writes a trace. Each line is passed to the output in a single call, so a truncated trace ends in
 /// at most one incomplete line.
@@ -16,14 +16,14 @@ pub struct Writer<W> {
     out: W,
     line: Vec<u8>,
     zones: Vec<RawHostZone>,
-    pool_free_bytes: Option<u64>,
+    pool: Option<(u64, Option<StorageSpace>)>,
 }
 
 impl<W: io::Write> Writer<W> {
     /// Creates a writer and writes the header of the trace.
     pub fn new(out: W, header: &Header) -> io::Result<Self> {
         let zones: Vec<RawHostZone> = header.zones.iter().map(RawHostZone::from).collect();
-        let mut writer = Writer { out, line: Vec::new(), zones, pool_free_bytes: None };
+        let mut writer = Writer { out, line: Vec::new(), zones, pool: None };
         writer.write(&Line::Trace(RawHeader {
             version: TRACE_VERSION,
             vm: header.vm.clone(),
@@ -44,7 +44,7 @@ impl<W: io::Write> Writer<W> {
     /// that case.
     pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
         let zones = host.zones.iter().map(RawHostZone::from);
-        if self.pool_free_bytes == Some(host.pool_free_bytes)
+        if self.pool == Some((host.pool_free_bytes, host.storage))
             && zones.clone().eq(self.zones.iter().copied())
         {
             return Ok(false);
@@ -66,10 +66,11 @@ impl<W: io::Write> Writer<W> {
 
     fn write_host(&mut self, at: TimeMs, host: &HostView, lost_lines: u64) -> io::Result<()> {
         let zones: Vec<RawHostZone> = host.zones.iter().map(RawHostZone::from).collect();
-        let pool_free_bytes = host.pool_free_bytes;
-        self.write(&Line::Host { at_ms: at.0, zones: &zones, pool_free_bytes, lost_lines })?;
+        let HostView { pool_free_bytes, storage, .. } = *host;
+        let at_ms = at.0;
+        self.write(&Line::Host { at_ms, zones: &zones, pool_free_bytes, storage, lost_lines })?;
         self.zones = zones;
-        self.pool_free_bytes = Some(pool_free_bytes);
+        self.pool = Some((pool_free_bytes, storage));
         Ok(())
     }
 

@@ -48,6 +48,7 @@ pub use error::{PoolError, SplitError};
 pub use file::{formats, mark, signature};
 pub use findings::{Finding, Severity};
 pub use foreshore_types::VolumeFormat;
+use foreshore_types::lending::Loan;
 pub use format::chunk::{ChunkId, Extent, MAX_ORDER, Run};
 pub use format::layout;
 pub use format::volume_record::{NameError, VolumeName};
@@ -66,7 +67,7 @@ pub use volume::{
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
 use alloc::buddy::Buddy;
-use alloc::recall::{Loan, Recall};
+use alloc::recall::Recall;
 use alloc::scrub_queue::ScrubQueue;
 use alloc::scrubber::ScrubWake;
 use format::superblock::{self, Superblock};
@@ -339,6 +340,11 @@ impl PoolInfo {
     /// not the bytes that existing volumes were promised.
     pub fn available_bytes(&self) -> u64 {
         (self.free_bytes + self.scrubbing_bytes).saturating_sub(self.needed_bytes())
+    }
+
+    /// Lent bytes that volumes can get back at any time, because the borrower moves its memory.
+    pub fn recallable_bytes(&self) -> u64 {
+        self.borrowable_bytes.min(self.memory_bytes)
     }
 
     /// Bytes that existing volumes were promised, but have not allocated.

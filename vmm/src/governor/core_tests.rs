@@ -444,6 +444,7 @@ fn low_space_for_volumes_shrinks_pm() {
         needed_bytes: 1024 * MIB,
         low_bytes: 64 * MIB,
         high_bytes: 128 * MIB,
+        ..StorageSpace::default()
     })));
     {
         let mut pm = f.pm.sizes.lock();

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod lending;
 pub mod similar;
 pub mod size;
 mod tier;

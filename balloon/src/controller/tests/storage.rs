@@ -16,6 +16,7 @@ fn rig() -> Rig {
         needed_bytes: 1024 * MIB,
         low_bytes: 64 * MIB,
         high_bytes: 128 * MIB,
+        ..StorageSpace::default()
     });
     assert_eq!(rig.requested_mib(), (128, 512));
     rig

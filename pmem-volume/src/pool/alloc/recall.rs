@@ -10,38 +10,11 @@
 
 use std::time::{Duration, Instant};
 
+use foreshore_types::lending::Loan;
+
 use crate::CHUNK_BYTES;
 use crate::media::Media;
 use crate::pool::{Pool, PoolError, State, StateGuard, bytes};
-
-/// Promised bytes that may be lent as memory. This setting is not on the media, because no memory
-/// stays lent after a crash.
-#[derive(Clone, Copy, Debug, Default)]
-pub(in crate::pool) struct Loan {
-    pub(in crate::pool) borrowable_bytes: u64,
-    /// Bytes that stay free for the next writes. `None` if nothing may be borrowed.
-    pub(in crate::pool) min_free_bytes: Option<u64>,
-}
-
-impl Loan {
-    /// Returns the part of `available_bytes` that is withheld from memory: the unallocated part of
-    /// the reserve, or of the promised bytes without those that memory may borrow, whichever is
-    /// larger.
-    pub(in crate::pool) fn withheld_bytes(
-        self,
-        available_bytes: u64,
-        reserve_bytes: u64,
-        promised_bytes: u64,
-    ) -> u64 {
-        let kept_bytes = match self.min_free_bytes {
-            Some(min_free_bytes) => promised_bytes
-                .saturating_sub(self.borrowable_bytes)
-                .max(min_free_bytes.next_multiple_of(CHUNK_BYTES).min(promised_bytes)),
-            None => promised_bytes,
-        };
-        kept_bytes.max(reserve_bytes).min(available_bytes)
-    }
-}
 
 /// Minimum time between a refused recall and the next one for a write. A write tries many blocks,
 /// and each attempt may be expensive.
@@ -174,34 +147,14 @@ impl State {
     /// Returns the number of lent chunks that must be returned, so that waiting writes can continue
     /// and enough chunks are free for the next ones.
     pub(in crate::pool) fn shortage_chunks(&self) -> u32 {
-        let available = self.available_chunks();
-        let min_free_bytes = self.recall.loan.min_free_bytes.filter(|_| self.recall.is_served);
-        let unallocated_bytes = self.totals().unallocated_bytes();
-        let kept_bytes = min_free_bytes.unwrap_or(0).min(unallocated_bytes);
-        let kept = u32::try_from(kept_bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
-        kept.max(self.recall.awaited_chunks).saturating_sub(available).min(self.counts.memory)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: u64 = 1 << 20;
-
-    #[test]
-    fn borrowing_leaves_the_minimum_and_the_reserve() {
-        let withheld = |borrowable, min_free: Option<u64>, reserve, promised| {
-            let min_free_bytes = min_free.map(|mib| mib * MIB);
-            let loan = Loan { borrowable_bytes: borrowable * MIB, min_free_bytes };
-            loan.withheld_bytes(800 * MIB, reserve * MIB, promised * MIB) / MIB
-        };
-        assert_eq!(withheld(200, None, 0, 500), 500, "nothing may be borrowed");
-        assert_eq!(withheld(0, Some(32), 0, 500), 500);
-        assert_eq!(withheld(200, Some(32), 0, 500), 300);
-        assert_eq!(withheld(490, Some(31), 0, 500), 32, "whole chunks");
-        assert_eq!(withheld(900, Some(32), 0, 4), 4, "no more than volumes need");
-        assert_eq!(withheld(300, Some(32), 400, 500), 400, "the reserve is never lent");
-        assert_eq!(withheld(0, Some(32), 0, 900), 800, "no more than is available");
+        let Recall { loan, is_served, awaited_chunks, .. } = self.recall;
+        let loan = Loan { min_free_bytes: loan.min_free_bytes.filter(|_| is_served), ..loan };
+        let short_bytes = loan.shortage_bytes(
+            bytes(self.available_chunks()),
+            self.totals().unallocated_bytes(),
+            bytes(awaited_chunks),
+            bytes(self.counts.memory),
+        );
+        (short_bytes / CHUNK_BYTES) as u32
     }
 }

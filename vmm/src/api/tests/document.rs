@@ -11,6 +11,7 @@ use crate::governor::info::{PressureChange, RecordingInfo, RecordingState};
 use crate::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
+use balloon::StorageSpace;
 use balloon::governor::AgentState;
 
 const DOCUMENT: &str = include_str!("../../../../docs/reference/api.md");
@@ -108,6 +109,7 @@ fn decision() -> DecisionInfo {
         input: DecisionInput {
             report: Some(report),
             pool_free_bytes: 1 << 30,
+            storage: Some(StorageSpace::default()),
             zones: vec![DecisionSizes { zone: pm(), requested_bytes: 0, plugged_bytes: 0 }],
         },
         targets: vec![DecisionTarget { zone: pm(), requested_bytes: 128 << 20 }],

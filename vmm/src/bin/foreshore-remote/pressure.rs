@@ -467,7 +467,12 @@ mod tests {
             change_bytes: 128 << 20,
             available_bytes: Some(20 << 20),
             dry_run: false,
-            input: DecisionInput { report: None, pool_free_bytes: 0, zones: Vec::new() },
+            input: DecisionInput {
+                report: None,
+                pool_free_bytes: 0,
+                storage: None,
+                zones: Vec::new(),
+            },
             targets: vec![DecisionTarget { zone: "pm".to_owned(), requested_bytes: 256 << 20 }],
             outcome: Outcome::Reached { after_ms: 85 },
         }

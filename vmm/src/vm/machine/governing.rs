@@ -151,13 +151,22 @@ pub(in crate::vm) fn start(
 fn storage(config: &VmConfig, resources: &Resources) -> Option<StorageSource> {
     let pm = config.pm_memory.iter().find(|pm| pm.lends_promised())?;
     let pool = Arc::downgrade(&resources.pool(&pm.pool));
-    let (low_bytes, high_bytes) = (pm.storage_low, pm.storage_high);
+    let marks = StorageSpace {
+        min_bytes: pm.storage_min,
+        low_bytes: pm.storage_low,
+        high_bytes: pm.storage_high,
+        ..StorageSpace::default()
+    };
     Some(Arc::new(move || {
         // A pool that has failed serves no volume, and takes no memory back.
         let info = pool.upgrade().map(|pool| pool.info()).filter(|info| info.latched.is_none());
-        let (free_bytes, needed_bytes) = info
-            .map_or((0, 0), |info| (info.free_bytes + info.scrubbing_bytes, info.needed_bytes()));
-        StorageSpace { free_bytes, needed_bytes, low_bytes, high_bytes }
+        info.map_or(marks, |info| StorageSpace {
+            free_bytes: info.free_bytes + info.scrubbing_bytes,
+            needed_bytes: info.needed_bytes(),
+            lent_bytes: info.memory_bytes,
+            borrowable_bytes: info.borrowable_bytes,
+            ..marks
+        })
     }))
 }
 
