@@ -227,6 +227,11 @@ impl StorageSpace {
         self.free_bytes.saturating_sub(self.low_bytes.min(self.needed_bytes))
     }
 
+    /// Returns the free space above the watermark `high`.
+    pub fn above_high_bytes(&self) -> u64 {
+        self.free_bytes.saturating_sub(self.high_bytes.min(self.needed_bytes))
+    }
+
     /// Returns the space that is missing up to the watermark `high`.
     pub fn below_high_bytes(&self) -> u64 {
         self.high_bytes.min(self.needed_bytes).saturating_sub(self.free_bytes)

@@ -94,7 +94,7 @@ reasons! {
     FreeUnits => "free_units",
     /// Much memory has been free for `calm`.
     Calm => "calm",
-    /// The pool's free space does not exceed `storage_floor`.
+    /// The pool's free space does not exceed `storage_floor` or `storage_high`.
     StorageShort => "storage_short",
     /// The pool has less free space for volumes than its watermarks require.
     StorageLow => "storage_low",

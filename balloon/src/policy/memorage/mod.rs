@@ -17,7 +17,7 @@ params! {
     pub struct Params {
         /// PM is lent if free memory is below this multiple of the sum of the guest's high watermarks; the paper uses 1.
         watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
-        /// Amount of PM that is lent or returned at a time.
+        /// Amount of PM that is lent at a time.
         unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;
         /// Time without pressure after which lent memory is returned.
         calm_ms: "calm", Ms, 100 => 86_400_000, 10_000;
@@ -106,8 +106,14 @@ impl Storage {
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
             .saturating_sub(sum(Tier::Pm, ZoneSizes::outstanding_grow_bytes));
         let (dram, pm) = (sum(Tier::Dram, room), sum(Tier::Pm, room));
-        let above_floor =
-            round_down(free_bytes.saturating_sub(params.storage_floor_bytes), BLOCK_BYTES);
+        // Lending only down to the watermark at which a recall ends, a unit is not recalled by the
+        // next write. The paper lets memory grow again once storage has enough pages.
+        let kept_bytes = host.storage.map_or(0, |storage| {
+            let above_high_bytes = storage.above_high_bytes();
+            host.pool_free_bytes.saturating_sub(above_high_bytes)
+        });
+        let kept_bytes = kept_bytes.max(params.storage_floor_bytes);
+        let above_floor = round_down(free_bytes.saturating_sub(kept_bytes), BLOCK_BYTES);
         let lent = sum(Tier::Pm, |zone| zone.requested_bytes.saturating_sub(zone.floor_bytes));
         let missing = params.storage_floor_bytes.saturating_sub(free_bytes);
         Storage {

@@ -5,7 +5,7 @@ use crate::plan::Reason;
 use crate::policy::Policy;
 use crate::policy::testing::{GIB, HIGH, Rig};
 use crate::units::PAGE_BYTES;
-use crate::{MIB, Tier};
+use crate::{MIB, StorageSpace, Tier};
 
 const UNIT: u64 = 2 * GIB;
 
@@ -104,6 +104,29 @@ fn memorage_without_storage_to_lend_holds_with_reason_storage_short() {
     let decision = rig.report(50);
     let result = (decision.want_bytes, decision.reason, decision.pressure);
     assert_eq!(result, (None, Reason::StorageShort, false), "pending memory is already subtracted");
+}
+
+/// Rule 9 recalls memory below `low` until `high` is free.
+#[test]
+fn memorage_lends_only_space_above_the_end_of_a_recall() {
+    let mut rig = rig();
+    rig.free(0, 0);
+    rig.host.pool_free_bytes = 9 * GIB;
+    let mut added = |free_mib: u64, needed_mib: u64| {
+        rig.host.storage = Some(StorageSpace {
+            free_bytes: free_mib * MIB,
+            needed_bytes: needed_mib * MIB,
+            low_bytes: 64 * MIB,
+            high_bytes: 128 * MIB,
+            ..StorageSpace::default()
+        });
+        let decision = rig.report(50);
+        decision.want_bytes.map(|_| rig.added(decision) / MIB).ok_or(decision.reason)
+    };
+    assert_eq!(added(9 * 1024, 1024), Ok(2048), "a whole unit");
+    assert_eq!(added(1128, 1024), Ok(1000), "what is above high");
+    assert_eq!(added(128, 1024), Err(Reason::StorageShort), "above low, but not above high");
+    assert_eq!(added(128, 100), Ok(28), "no more than volumes need is kept");
 }
 
 #[test]
