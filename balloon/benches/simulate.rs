@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use balloon::controller::Rules;
 use balloon::policy::{Policy, fixed};
-use balloon::sim::{Governed, GuestConfig, Random, Skip, VmSetup, Workload, run_fleet, run_host};
+use balloon::sim::{
+    Governed, GuestConfig, HostPool, Random, Skip, VmSetup, Workload, run_fleet, run_host,
+};
 use balloon::{HostView, MIB, Tier, ZoneSizes};
 use criterion::{Criterion, Throughput, criterion_group};
 
@@ -40,7 +42,10 @@ fn days(criterion: &mut Criterion) {
     group.sample_size(20);
     for (name, skip) in [("at rest skipped", Skip::AtRest), ("every report", Skip::Nothing)] {
         let governed = governed(skip);
-        let run = || run_host(vec![setup(0)], 4096 * MIB, &governed, &mut ()).expect("in range");
+        let run = || {
+            run_host(vec![setup(0)], &mut HostPool::new(4096 * MIB), &governed, &mut ())
+                .expect("in range")
+        };
         group.throughput(Throughput::Elements(run()[0].decision_counts().steps));
         group.bench_function(name, |bencher| bencher.iter(run));
     }
@@ -64,8 +69,13 @@ fn table() {
             let governed = Governed { policy, ..governed(Skip::AtRest) };
             let run = || {
                 let begun = Instant::now();
-                run_host(vec![setup_of(workload, 0)], 4096 * MIB, &governed, &mut ())
-                    .expect("in range");
+                run_host(
+                    vec![setup_of(workload, 0)],
+                    &mut HostPool::new(4096 * MIB),
+                    &governed,
+                    &mut (),
+                )
+                .expect("in range");
                 begun.elapsed()
             };
             let least = (0..3).map(|_| run()).min().expect("three");
@@ -81,7 +91,7 @@ fn fleet() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let host = |host| {
         let vms = (0..VMS_PER_HOST).map(|vm| setup(host * VMS_PER_HOST + vm)).collect();
-        (vms, 4096 * MIB * VMS_PER_HOST as u64)
+        (vms, HostPool::new(4096 * MIB * VMS_PER_HOST as u64))
     };
     let (begun, cpu_before) = (Instant::now(), cpu_time());
     let outcome = run_fleet(HOSTS, &governed(Skip::AtRest), threads, host).expect("in range");

@@ -6,7 +6,7 @@ use balloon::ParamError;
 use balloon::controller::Rules;
 use balloon::params::{Parameters, Setting, Unit};
 use balloon::policy::Policy;
-use balloon::sim::{SwapDevice, Workload, WorkloadParams};
+use balloon::sim::{StorageParams, SwapDevice, Workload, WorkloadParams};
 use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -15,6 +15,7 @@ use foreshore_types::size;
 
 use super::image::PlotFile;
 use super::plot;
+use super::run;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -26,6 +27,8 @@ Examples:
   foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s --plot sawtooth.svg
   foreshore-sim --policy psi,cool_down=2s,ceiling=1G --policy psi
                                                        parameters of rules for every policy, as for `--pressure`
+  foreshore-sim --workload diurnal --duration 24h --pool 4G --storage size=4G
+                                                       memory borrows the space of a volume that grows
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
 Times have the unit ms, s, m or h.";
@@ -66,6 +69,15 @@ impl Arguments {
             let (count, most) = (policy.len(), plot::MAX_PANELS);
             let message = format!("--plot for {count} policies, must be at most {most}");
             return Err(Self::command().error(ErrorKind::TooManyValues, message));
+        }
+        let pool_bytes = run::pool_bytes(&arguments.scenario);
+        if let Some(StorageParams { size_bytes, .. }) = &arguments.scenario.storage
+            && *size_bytes > pool_bytes
+        {
+            let [size, pool] = [*size_bytes, pool_bytes].map(|bytes| Unit::Blocks.show(bytes));
+            let message =
+                format!("--storage size is {size}, must be at most --pool, which is {pool}");
+            return Err(Self::command().error(ErrorKind::ValueValidation, message));
         }
         Ok(arguments)
     }
@@ -115,6 +127,11 @@ pub(crate) struct Scenario {
     /// PM in a host's pool, which its VMs share [default: enough for all]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 45))]
     pub(crate) pool: Option<u64>,
+    /// Thin volume in each pool, which is written in bursts and trimmed once in a period. Memory
+    /// borrows its space. Parameters: size, low, high, period, bursts, rate, spill, storage_min,
+    /// storage_low, storage_high and move
+    #[arg(long, value_name = "PARAM=VALUE[,...]", conflicts_with = "trace", value_parser = parse_storage)]
+    pub(crate) storage: Option<StorageParams>,
     /// VMs per host
     #[arg(long, value_name = "COUNT", default_value = "1", value_parser = bounded(Unit::Count, 1, 1_000))]
     pub(crate) vms: u64,
@@ -204,16 +221,27 @@ fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64
     })
 }
 
+fn parse_storage(text: &str) -> Result<StorageParams, String> {
+    let mut params = StorageParams::default();
+    for part in text.split(',') {
+        let (key, value) = setting(part)?;
+        params.set("--storage", key, &value).map_err(|error| error.to_string())?;
+    }
+    params.validate().map_err(|error| error.to_string())?;
+    Ok(params)
+}
+
+fn setting(part: &str) -> Result<(&str, Setting), String> {
+    let (key, value) =
+        part.split_once('=').ok_or_else(|| format!("{part:?} is not PARAM=VALUE"))?;
+    Ok((key, Setting::from(value)))
+}
+
 /// Splits `name,key=value,key=value` into the name and the settings.
 fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), String>>) {
     let mut parts = text.split(',');
     let name = parts.next().unwrap_or_default();
-    let settings = parts.map(|part| {
-        let (key, value) =
-            part.split_once('=').ok_or_else(|| format!("{part:?} is not PARAM=VALUE"))?;
-        Ok((key, Setting::from(value)))
-    });
-    (name, settings)
+    (name, parts.map(setting))
 }
 
 fn parse_workload(text: &str) -> Result<NamedWorkload, String> {

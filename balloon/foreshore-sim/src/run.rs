@@ -9,8 +9,8 @@ use balloon::controller::Rules;
 use balloon::params::Unit;
 use balloon::policy::{Policy, amf, dapper};
 use balloon::sim::{
-    Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams,
-    replay, run_fleet, run_host,
+    Governed, GuestConfig, HostPool, Outcome, Random, Series, Skip, SwapDevice, VmSetup,
+    WorkloadParams, replay, run_fleet, run_host,
 };
 use balloon::trace::Reader;
 use balloon::{BLOCK_BYTES, HostView, Tier, ZoneSizes};
@@ -41,16 +41,16 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         let skip = if scenario.every_report { Skip::Nothing } else { Skip::AtRest };
         let governed = Governed { policy, rules, skip };
         let setup = |host| match &recorded {
-            Some((setup, pool_bytes)) => (vec![setup.clone(); scenario.vms as usize], *pool_bytes),
+            Some((setup, pool)) => (vec![setup.clone(); scenario.vms as usize], pool.clone()),
             None => generated(scenario, host),
         };
         let outcome = run_fleet(scenario.hosts as usize, &governed, threads, setup)
             .with_context(|| format!("policy {label}"))?;
         if scenario.plot.is_some() {
-            let (setups, pool_bytes) = setup(0);
+            let (setups, mut pool) = setup(0);
             let plot = drawing.get_or_insert_with(|| empty_plot(scenario, &setups[0]));
             let mut series = Series::new(plot.duration_ms, plot::INTERVALS);
-            run_host(setups, pool_bytes, &governed, &mut series)?;
+            run_host(setups, &mut pool, &governed, &mut series)?;
             let points = series.points().to_vec();
             let interval_ms = series.interval_ms();
             plot.panels.push(Panel { policy: label.clone(), interval_ms, points });
@@ -148,8 +148,8 @@ fn guest(scenario: &Scenario) -> GuestConfig {
     }
 }
 
-/// Creates the VMs of a host, and returns them with the size of the host's pool.
-fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
+/// Creates the VMs of a host, and returns them with the host's pool.
+fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, HostPool) {
     let tiers = [Tier::Dram, Tier::Pm].into_iter().zip(hotplug_and_pm(scenario)).zip(0..);
     let zone = |((tier, max_bytes), id)| ZoneSizes::empty(id, tier, max_bytes);
     let mut view = HostView { boot_bytes: scenario.dram, ..HostView::default() };
@@ -160,12 +160,25 @@ fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
         let demand = workload.demand(params, scenario.dram, scenario.duration, &mut random);
         VmSetup { guest: guest(scenario), host: view.clone(), demand }
     };
-    let [_, pm_bytes] = hotplug_and_pm(scenario);
-    let pool_bytes = scenario.pool.unwrap_or(pm_bytes.saturating_mul(scenario.vms));
-    ((0..scenario.vms).map(setup).collect(), pool_bytes)
+    let pool_bytes = pool_bytes(scenario);
+    let pool = match &scenario.storage {
+        Some(params) => {
+            // The VMs of all hosts use the streams from 0.
+            let mut random = Random::new(scenario.seed, u64::MAX - host as u64);
+            HostPool::with_storage(pool_bytes, params, scenario.duration, &mut random)
+        }
+        None => HostPool::new(pool_bytes),
+    };
+    ((0..scenario.vms).map(setup).collect(), pool)
 }
 
-fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)> {
+/// Size of the pool of a host with generated demand.
+pub(crate) fn pool_bytes(scenario: &Scenario) -> u64 {
+    let [_, pm_bytes] = hotplug_and_pm(scenario);
+    scenario.pool.unwrap_or(pm_bytes.saturating_mul(scenario.vms))
+}
+
+fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, HostPool)> {
     let failed = || format!("cannot replay {}", path.display());
     let file = File::open(path).with_context(failed)?;
     let mut trace = Reader::new(BufReader::new(file)).with_context(failed)?;
@@ -176,6 +189,6 @@ fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)
     if trace.is_cut_off() {
         eprintln!("foreshore-sim: the incomplete last line of {} is ignored", path.display());
     }
-    let (setup, pool_bytes) = replayed.with_context(failed)?;
-    Ok((setup, scenario.pool.unwrap_or(pool_bytes.saturating_mul(scenario.vms))))
+    let (setup, recorded) = replayed.with_context(failed)?;
+    Ok((setup, recorded.pool(scenario.pool, scenario.vms)))
 }

@@ -1,6 +1,6 @@
 //! Prints results as a table, as JSON or as CSV.
 
-use balloon::sim::Outcome;
+use balloon::sim::{Outcome, StorageOutcome};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -74,18 +74,42 @@ const COLUMNS: [Column; 15] = [
     ("PM wear", Unit::Ratio, |outcome| outcome.storage_wear),
 ];
 
-/// Returns a table with one line for each policy.
+const STORAGE_COLUMNS: [Column; 8] = [
+    ("won", Unit::GibHour, |outcome| storage(outcome).won_gib_h),
+    ("transfers", Unit::Count, |outcome| storage(outcome).transfers as f64),
+    ("transferred", Unit::Gib, |outcome| storage(outcome).transferred_gib),
+    ("spilled", Unit::Gib, |outcome| storage(outcome).spilled_gib),
+    ("waits", Unit::Count, |outcome| storage(outcome).write_stalls as f64),
+    ("waited", Unit::Second, |outcome| storage(outcome).write_stall_s),
+    ("erased", Unit::Gib, |outcome| storage(outcome).erased_gib),
+    ("erases", Unit::Ratio, |outcome| storage(outcome).erases),
+];
+
+fn storage(outcome: &Outcome) -> StorageOutcome {
+    outcome.storage.unwrap_or_default()
+}
+
+/// Returns a table with one line for each policy, and another one if the hosts have storage.
 pub(crate) fn text(rows: &[Row]) -> String {
+    let mut text = table(rows, &COLUMNS);
+    if rows.iter().any(|row| row.outcome.storage.is_some()) {
+        text.push('\n');
+        text += &table(rows, &STORAGE_COLUMNS);
+    }
+    text
+}
+
+fn table(rows: &[Row], columns: &[Column]) -> String {
     let mut lines = vec![vec!["policy".to_owned()], vec![String::new()]];
     lines.extend(rows.iter().map(|row| vec![row.label.clone()]));
-    for (heading, unit, value) in COLUMNS {
+    for &(heading, unit, value) in columns {
         let figures = rows.iter().map(|row| unit.figure(value(&row.outcome)));
         let cells = [heading.to_owned(), unit.heading().to_owned()].into_iter().chain(figures);
         lines.iter_mut().zip(cells).for_each(|(line, cell)| line.push(cell));
     }
     let width =
         |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..=COLUMNS.len()).map(width).collect();
+    let widths: Vec<usize> = (0..=columns.len()).map(width).collect();
     let mut text = String::new();
     for line in &lines {
         let mut cells = line.iter().zip(&widths);

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use balloon::policy::Policy;
+use balloon::sim::StorageParams;
 
 fn sim(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_foreshore-sim");
@@ -24,7 +25,7 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 32] = [
+    let cases: [(&[&str], &str); 36] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
@@ -57,6 +58,13 @@ fn bad_input_is_refused_with_value_and_bound() {
             "parameters of steady: low, high, rate, touches, hot, files, stream, kernel\n",
         ),
         (&["--plot", "day.jpg"], "'day.jpg' for '--plot <FILE>': day.jpg must end in .svg or .png"),
+        (&["--storage", "size=3M"], "size is \"3M\", must be a multiple of 2M"),
+        (&["--storage", "sise=4M"], "parameter \"sise\" is unknown (did you mean 'size'?)"),
+        (&["--storage", "storage_low=1M"], "storage_low is 1M, must be at least storage_min"),
+        (
+            &["--storage", "size=8G", "--pool", "4G"],
+            "--storage size is 8G, must be at most --pool, which is 4G",
+        ),
         (&["--policy", "magic"], "unknown policy \"magic\"; existing policies: psi, amf"),
         (&["--policy", "psy"], "unknown policy \"psy\" (did you mean 'psi'?); existing policies"),
         (&["--workload", "leek"], "unknown workload \"leek\" (did you mean 'leak'?); existing"),
@@ -294,6 +302,51 @@ fn documented_keys_are_complete() {
             .unwrap_or_else(|| panic!("{heading}: {headings}"));
     }
     assert_eq!(headings, "");
+}
+
+/// Section of docs/reference/simulator.md about storage.
+fn storage_section() -> &'static str {
+    let docs = include_str!("../../../docs/reference/simulator.md");
+    let (_, section) = docs.split_once("\n## Storage\n").expect("the section");
+    section.split_once("\n## ").expect("its end").0
+}
+
+#[test]
+fn documented_day_with_storage_is_what_the_program_prints() {
+    let mut lines = storage_section().lines();
+    let command =
+        lines.find_map(|line| line.strip_prefix("    foreshore-sim ")).expect("a command");
+    let printed = printed(&command.split(' ').collect::<Vec<_>>());
+    let block = storage_section().split("```").nth(1).expect("a table");
+    let table = block.strip_prefix("text\n").expect("text");
+    assert!(printed.ends_with(&format!("\n\n{table}")), "{printed}");
+}
+
+#[test]
+fn static_split_leaves_no_memory_to_a_guest() {
+    let args = ["--workload", "diurnal", "--duration", "24h", "--pool", "4G", "--policy", "psi"];
+    let with = |storage| rows(&[&args[..], &["--storage", storage]].concat()).remove(0);
+    let [split, lent] = ["spill=0", "size=4G"].map(with);
+    assert_eq!((figure(&split, "won_gib_h"), figure(&split, "transfers")), (0.0, 0.0));
+    assert_eq!(figure(&split, "stall_s").round(), 24_232.0, "as documented");
+    assert_eq!(figure(&lent, "stall_s").round(), 0.0);
+}
+
+#[test]
+fn documented_keys_and_parameters_of_storage_are_complete() {
+    let row = rows(&["--policy", "off", "--duration", "1m", "--storage", "size=64M"]).remove(0);
+    let without = rows(&["--policy", "off", "--duration", "1m"]).remove(0);
+    let keys = row.as_object().expect("figures").keys().map(String::as_str);
+    let keys = keys.filter(|key| without.get(key).is_none());
+    let params = StorageParams::TABLE.iter().map(|param| param.name);
+    let mut known: Vec<_> = keys.chain(params).collect();
+    let rows = storage_section().lines().filter(|line| line.starts_with("| `"));
+    let cells = rows.map(|row| row.split('|').nth(1).expect("a cell"));
+    let mut documented: Vec<_> =
+        cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+    known.sort_unstable();
+    documented.sort_unstable();
+    assert_eq!(documented, known);
 }
 
 /// Returns the average size of the hotplugged memory.

@@ -5,28 +5,87 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::demand::Demand;
 use super::guest::{GuestConfig, Pool};
 use super::outcome::Outcome;
+use super::random::Random;
+use super::storage::{StorageOutcome, StorageParams, ThinVolume};
 use super::vm::{Observer, Skip, Vm};
 use crate::controller::Rules;
 use crate::policy::Policy;
-use crate::{HostView, ParamError};
+use crate::{HostView, ParamError, StorageSpace, TimeMs};
 
-/// Pool of a host. The value is its free bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostPool(pub u64);
+/// Pool of a host, with a thin volume if the host has storage.
+#[derive(Clone, Debug)]
+pub struct HostPool {
+    size_bytes: u64,
+    free_bytes: u64,
+    volume: Option<ThinVolume>,
+}
+
+impl HostPool {
+    /// Creates a pool with free memory only.
+    pub fn new(size_bytes: u64) -> Self {
+        HostPool { size_bytes, free_bytes: size_bytes, volume: None }
+    }
+
+    /// Creates a pool in which a thin volume is written for `duration_ms`. The data that the volume
+    /// has from the start must fit.
+    pub fn with_storage(
+        size_bytes: u64,
+        params: &StorageParams,
+        duration_ms: u64,
+        random: &mut Random,
+    ) -> Self {
+        Self::with_volume(size_bytes, ThinVolume::new(params, params.writes(duration_ms, random)))
+    }
+
+    pub(super) fn with_volume(size_bytes: u64, volume: ThinVolume) -> Self {
+        let free_bytes = size_bytes.saturating_sub(volume.allocated_bytes());
+        HostPool { size_bytes, free_bytes, volume: Some(volume) }
+    }
+
+    /// Returns the figures of the storage.
+    pub fn outcome(&self) -> Option<StorageOutcome> {
+        self.volume.as_ref().map(|volume| volume.outcome(self.size_bytes))
+    }
+}
 
 impl Pool for HostPool {
     fn free_bytes(&self) -> u64 {
-        self.0
+        let lendable = |volume: &ThinVolume| volume.lendable_bytes(self.free_bytes);
+        self.volume.as_ref().map_or(self.free_bytes, lendable)
     }
 
     fn take(&mut self, bytes: u64) -> u64 {
-        let taken = bytes.min(self.0);
-        self.0 -= taken;
+        let taken = bytes.min(self.free_bytes());
+        self.free_bytes -= taken;
+        if let Some(volume) = &mut self.volume {
+            volume.lend(taken);
+        }
         taken
     }
 
     fn give(&mut self, bytes: u64) {
-        self.0 += bytes;
+        self.free_bytes += match &mut self.volume {
+            Some(volume) => volume.unplug(bytes),
+            None => bytes,
+        };
+    }
+
+    fn advance(&mut self, now: TimeMs) {
+        if let Some(volume) = &mut self.volume {
+            volume.advance(now, &mut self.free_bytes, self.size_bytes);
+        }
+    }
+
+    fn storage(&self) -> Option<StorageSpace> {
+        self.volume.as_ref()?.space(self.free_bytes)
+    }
+
+    fn steady_until(&self) -> Option<TimeMs> {
+        let volume = self.volume.as_ref()?;
+        match volume.is_changing(self.free_bytes) {
+            true => Some(TimeMs(0)),
+            false => volume.next_change(),
+        }
     }
 }
 
@@ -52,15 +111,14 @@ pub struct Governed {
     pub skip: Skip,
 }
 
-/// Runs all VMs of one host to the end. They share a pool with `pool_bytes` of free memory at the
-/// start. The observer receives the events of the first VM.
+/// Runs all VMs of one host to the end. They share a pool. The observer receives the events of the
+/// first VM.
 pub fn run_host(
     setups: Vec<VmSetup>,
-    pool_bytes: u64,
+    pool: &mut HostPool,
     governed: &Governed,
     observer: &mut impl Observer,
 ) -> Result<Vec<Vm>, ParamError> {
-    let mut pool = HostPool(pool_bytes);
     let start = |setup: VmSetup| {
         let (policy, rules) = (governed.policy.clone(), governed.rules.clone());
         Vm::new(setup.guest, setup.host, setup.demand, policy, rules, governed.skip)
@@ -75,15 +133,15 @@ pub fn run_host(
         .min_by_key(|(_, now)| *now)
     {
         match index {
-            0 => vms[0].advance(&mut pool, observer),
-            _ => vms[index].advance(&mut pool, &mut ()),
+            0 => vms[0].advance(pool, observer),
+            _ => vms[index].advance(pool, &mut ()),
         }
     }
     Ok(vms)
 }
 
 /// Runs `hosts` hosts on `threads` threads, and returns the sum of the outcomes. `setup` creates
-/// the VMs of one host, and returns the free size of its pool. The result does not depend on the
+/// the VMs of one host and its pool. The result does not depend on the
 /// number of threads or the order in which hosts run.
 ///
 /// Hosts are independent and take long to simulate. An atomic counter is therefore enough to divide
@@ -92,7 +150,7 @@ pub fn run_fleet(
     hosts: usize,
     governed: &Governed,
     threads: usize,
-    setup: impl Fn(usize) -> (Vec<VmSetup>, u64) + Sync,
+    setup: impl Fn(usize) -> (Vec<VmSetup>, HostPool) + Sync,
 ) -> Result<Outcome, ParamError> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -102,9 +160,9 @@ pub fn run_fleet(
             if host >= hosts {
                 return Ok(done);
             }
-            let (setups, pool_bytes) = setup(host);
-            let vms = run_host(setups, pool_bytes, governed, &mut ())?;
-            let mut outcome = Outcome::default();
+            let (setups, mut pool) = setup(host);
+            let vms = run_host(setups, &mut pool, governed, &mut ())?;
+            let mut outcome = Outcome { storage: pool.outcome(), ..Outcome::default() };
             vms.iter().for_each(|vm| outcome.add(&Outcome::of(vm)));
             done.push((host, outcome));
         }

@@ -70,7 +70,7 @@ mod tests {
             kernel_bytes: KERNEL_BYTES,
             ..Segment::default()
         };
-        guest.advance(guest.now() + 1_000, &segment, &mut HostPool(0));
+        guest.advance(guest.now() + 1_000, &segment, &mut HostPool::new(0));
         agent.report(guest, Cause::Rest);
         let was_converting = guest.is_converting();
         agent.give_kernel_block(guest);
@@ -128,7 +128,7 @@ mod tests {
         guest.advance(
             TimeMs(1_000),
             &Segment { kernel_bytes: KERNEL_BYTES, ..Segment::default() },
-            &mut HostPool(0),
+            &mut HostPool::new(0),
         );
         guest.request([256 * MIB, 128 * MIB]);
         assert!(!guest.is_converting() && guest.plugged_bytes() == 256 * MIB);
@@ -137,9 +137,9 @@ mod tests {
         assert!(guest.is_converting());
         let segment =
             Segment { kernel_bytes: KERNEL_BYTES, anon_bytes: 220 * MIB, ..Segment::default() };
-        guest.advance(TimeMs(8_000), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(8_000), &segment, &mut HostPool::new(0));
         assert_eq!((guest.plugged_bytes(), guest.is_converting()), (256 * MIB, true));
-        guest.advance(TimeMs(20_000), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(20_000), &segment, &mut HostPool::new(0));
         assert_eq!((guest.plugged_bytes(), guest.is_converting()), (384 * MIB, false));
     }
 

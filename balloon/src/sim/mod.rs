@@ -20,6 +20,7 @@ mod outcome;
 mod random;
 mod replay;
 mod series;
+mod storage;
 mod swap;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ pub use outcome::Outcome;
 pub use random::Random;
 pub use replay::{ReplayError, replay};
 pub use series::{Extremes, Point, Series};
+pub use storage::{RecordedPool, StorageOutcome, StorageParams};
 pub use swap::SwapDevice;
 pub use vm::{Channel, DecisionCounts, Observer, Skip, Vm};
 pub use workload::{Params as WorkloadParams, Workload};

@@ -3,13 +3,14 @@
 use serde::Serialize;
 
 use super::guest::{Guest, PAGE_BYTES};
+use super::storage::StorageOutcome;
 use super::vm::Vm;
 use crate::model::{energy, wear};
 
-const GIB: f64 = (1u64 << 30) as f64;
+pub(super) const GIB: f64 = (1u64 << 30) as f64;
 /// Bytes that one touch accesses, which is one cache line.
 const LINE_BYTES: f64 = 64.0;
-const MS_PER_HOUR: f64 = 3_600_000.0;
+pub(super) const MS_PER_HOUR: f64 = 3_600_000.0;
 
 /// Outcome of a run of one or several VMs. Times are summed over the VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -60,6 +61,9 @@ pub struct Outcome {
     pub steps: u64,
     /// Number of reports that were skipped because they could not change anything.
     pub skipped: u64,
+    /// Figures of the hosts' storage, if they have any.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub storage: Option<StorageOutcome>,
 }
 
 impl Outcome {
@@ -179,6 +183,10 @@ impl Outcome {
         let mean =
             |a: f64, b: f64| (a * self.vms as f64 + b * other.vms as f64) / vms.max(1) as f64;
         let lent_share = mean(self.lent_share, other.lent_share);
+        let mut storage = self.storage;
+        if let Some(other) = &other.storage {
+            storage.get_or_insert_default().add(other);
+        }
         *self = Outcome {
             vms,
             run_s: self.run_s + other.run_s,
@@ -202,6 +210,7 @@ impl Outcome {
             storage_wear: mean(self.storage_wear, other.storage_wear),
             steps: self.steps + other.steps,
             skipped: self.skipped + other.skipped,
+            storage,
         };
     }
 }

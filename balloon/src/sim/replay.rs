@@ -10,6 +10,7 @@ use thiserror::Error;
 use super::demand::{Demand, Segment};
 use super::guest::{GuestConfig, boot_memory};
 use super::host::VmSetup;
+use super::storage::RecordedPool;
 use crate::policy::Input;
 use crate::policy::boot_memory::BootMemory;
 use crate::policy::offlining::OffliningMemory;
@@ -276,7 +277,7 @@ impl DemandSamples {
     }
 }
 
-/// Returns the VM of a trace with the demand of the recorded guest, and the free size of its pool.
+/// Returns the VM of a trace with the demand of the recorded guest, and its pool.
 /// `guest` contains the settings that are not in a trace. A long trace is never held in memory as a
 /// whole.
 ///
@@ -289,10 +290,11 @@ pub fn replay(
     guest: &GuestConfig,
     touches_per_s: u64,
     hot_permille: u64,
-) -> Result<(VmSetup, u64), ReplayError> {
+) -> Result<(VmSetup, RecordedPool), ReplayError> {
     let header = trace.header().clone();
     let mut samples = DemandSamples::new(MAX_SAMPLES);
-    let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
+    let (mut reports, mut first) = (0, None);
+    let mut pool = RecordedPool::default();
     let (mut files, mut unplugging) = (Files::default(), UnpluggingMemory::new(&header));
     let mut was_by_agent = None;
     let mut add_report = |at: TimeMs, report: &Report, unplugging: &mut UnpluggingMemory| {
@@ -325,9 +327,10 @@ pub fn replay(
         }
         match entry {
             Entry::Report { at, report } => last = Some((at, report)),
-            Entry::Host { zones, pool_free_bytes: free, .. } => {
+            Entry::Host { at, zones, pool_free_bytes, storage } => {
                 unplugging.set_sizes(&zones);
-                pool_free_bytes.get_or_insert(free);
+                pool.free_bytes.get_or_insert(pool_free_bytes);
+                storage.iter().for_each(|storage| pool.observe(at, storage));
             }
             Entry::Plan { plan, .. } if !plan.dry_run => unplugging.apply_plan(&plan),
             Entry::Plan { .. } => {}
@@ -377,9 +380,10 @@ pub fn replay(
         zone.plugged_bytes = zone.requested_bytes;
     }
     let all_pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm).map(|zone| zone.max_bytes);
-    let pool_bytes = pool_free_bytes.unwrap_or_else(|| all_pm.sum());
+    pool.free_bytes.get_or_insert_with(|| all_pm.sum());
     let guest = GuestConfig { boot_bytes: header.boot_bytes, ..guest.clone() };
-    Ok((VmSetup { guest, host, demand }, pool_bytes))
+    pool.started_at = first.unwrap_or_default();
+    Ok((VmSetup { guest, host, demand }, pool))
 }
 
 /// Memory that the guest uses, according to one report.

@@ -156,7 +156,7 @@ mod tests {
         let high = Segment { anon_bytes: 90 * MIB, ..low };
         let mut guest = Guest::new(GuestConfig::default(), &[], &low);
         for (to, segment) in [(2_100, &low), (2_500, &high), (2_900, &low), (9_000, &low)] {
-            guest.advance(TimeMs(to), segment, &mut HostPool(0));
+            guest.advance(TimeMs(to), segment, &mut HostPool::new(0));
             series.advanced(&guest, segment);
         }
         let used = |point: &Point| (point.used_bytes.least / MIB, point.used_bytes.most / MIB);
@@ -202,7 +202,7 @@ mod tests {
             if step == 5 {
                 guest.request([64 * MIB, 0]);
             }
-            guest.advance(TimeMs(step * 500), &demand, &mut HostPool(0));
+            guest.advance(TimeMs(step * 500), &demand, &mut HostPool::new(0));
             series.advanced(&guest, &demand);
         }
         let stall_us: u64 = series.points().iter().map(|point| point.stall_us).sum();

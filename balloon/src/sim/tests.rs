@@ -2,6 +2,7 @@
 
 mod compared;
 mod kernel;
+mod storage;
 
 use proptest::prelude::*;
 
@@ -44,7 +45,8 @@ fn governed(policy: &str) -> Governed {
 }
 
 fn run(setup: VmSetup, policy: &str) -> Outcome {
-    let vms = run_host(vec![setup], 4096 * MIB, &governed(policy), &mut ()).expect("in range");
+    let vms = run_host(vec![setup], &mut HostPool::new(4096 * MIB), &governed(policy), &mut ())
+        .expect("in range");
     Outcome::of(&vms[0])
 }
 
@@ -146,7 +148,7 @@ proptest! {
             zone.plugged_bytes = zone.floor_bytes;
         }
         let mut lawful = Lawful::default();
-        let vms = run_host(vec![setup], pool_mib * MIB, &governed(policy), &mut lawful).expect("in range");
+        let vms = run_host(vec![setup], &mut HostPool::new(pool_mib * MIB), &governed(policy), &mut lawful).expect("in range");
         prop_assert_eq!(lawful.0, None);
         let pm = &vms[0].guest().zones()[1];
         prop_assert!(pm.plugged_bytes <= pm.floor_bytes + pool_mib * MIB, "no more PM than the pool had");
@@ -174,7 +176,7 @@ fn violations_of_invariants_are_detected() {
     host.zones[1].floor_bytes = 128 * MIB;
     let mut below = Guest::new(GuestConfig::default(), &host.zones, &segment);
     below.request([0, 64 * MIB]);
-    below.advance(TimeMs(5_000), &segment, &mut HostPool(0));
+    below.advance(TimeMs(5_000), &segment, &mut HostPool::new(0));
     assert!(laws(&below, &segment).is_err_and(|error| error.starts_with("zone1 has")));
 }
 
@@ -189,9 +191,11 @@ fn vms_of_a_host_share_its_pool_and_return_memory() {
     }
     let setups = || (0..4).map(|seed| setup(Workload::Burst, 1_800_000, seed)).collect::<Vec<_>>();
     let mut most = Most::default();
-    let vms = run_host(setups(), 512 * MIB, &governed("psi"), &mut most).expect("in range");
+    let vms = run_host(setups(), &mut HostPool::new(512 * MIB), &governed("psi"), &mut most)
+        .expect("in range");
     assert_eq!(most.0, 512 * MIB, "at most the plugged memory");
-    let enough = run_host(setups(), 8192 * MIB, &governed("psi"), &mut ()).expect("in range");
+    let enough = run_host(setups(), &mut HostPool::new(8192 * MIB), &governed("psi"), &mut ())
+        .expect("in range");
     let swapped =
         |vms: &[Vm]| vms.iter().map(|vm| vm.guest().totals().swapped_out_bytes).sum::<u64>();
     assert!(swapped(&vms) > swapped(&enough), "a pool that is too small has an effect");
@@ -202,7 +206,7 @@ fn fleet_outcome_is_independent_of_number_of_threads() {
     let outcome = |threads, seed| {
         let setup = |host: usize| {
             let vm = |vm| setup(Workload::Burst, 1_200_000, seed + host as u64 * 3 + vm);
-            ((0..3).map(vm).collect(), 1024 * MIB)
+            ((0..3).map(vm).collect(), HostPool::new(1024 * MIB))
         };
         run_fleet(7, &governed("psi"), threads, setup).expect("in range")
     };
@@ -243,7 +247,8 @@ fn burst_is_noticed_at_a_look_although_memory_moves_evenly() {
             demand: Demand::new(vec![rest, burst], TimeMs(12_000)).expect("in order"),
         };
         let mut first = First::default();
-        run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
+        run_host(vec![setup], &mut HostPool::new(1024 * MIB), &governed("psi"), &mut first)
+            .expect("in range");
         // Time to fill an eighth of available memory at 512 MiB/s, plus the time of one check.
         assert!(
             first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)),
@@ -274,7 +279,7 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
         Vm::new(guest, host, demand, Policy::default(), Rules::default(), Skip::AtRest)
             .expect("in bounds")
     };
-    let (mut pool, mut log) = (HostPool(0), Log::default());
+    let (mut pool, mut log) = (HostPool::new(0), Log::default());
     let mut run = |vm: &mut Vm, log: &mut Log| {
         while vm.now().is_some() {
             vm.advance(&mut pool, log);
@@ -305,7 +310,7 @@ fn reports_can_be_lost_or_late_and_demand_can_be_extended() {
             && log.1.iter().any(|(_, reason)| *reason == crate::plan::Reason::ReportsLost)
     );
     vm.extend(flat, 10_000);
-    vm.advance(&mut HostPool(0), &mut ());
+    vm.advance(&mut HostPool::new(0), &mut ());
     vm.stop();
     assert_eq!((vm.now(), vm.guest().now() < TimeMs(20_000)), (None, true));
 }
@@ -374,7 +379,7 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
         // result is then the same as without PM.
         let late = run_host(
             vec![deficit(dram_permille, "disk")],
-            4096 * MIB,
+            &mut HostPool::new(4096 * MIB),
             &scaled("pmb", "1"),
             &mut (),
         );
@@ -400,6 +405,10 @@ impl Observer for Recorder {
 }
 
 fn recorded(setup: &VmSetup, policy: &str) -> Vec<u8> {
+    recorded_on(setup, policy, &mut HostPool::new(4096 * MIB))
+}
+
+fn recorded_on(setup: &VmSetup, policy: &str, pool: &mut HostPool) -> Vec<u8> {
     let header = trace::Header {
         vm: "recorded".to_owned(),
         boot_bytes: setup.host.boot_bytes,
@@ -410,11 +419,11 @@ fn recorded(setup: &VmSetup, policy: &str) -> Vec<u8> {
     let mut recorder =
         Recorder(trace::Writer::new(Vec::new(), &header).expect("a Vec accepts all bytes"));
     let governed = Governed { skip: Skip::Nothing, ..governed(policy) };
-    run_host(vec![setup.clone()], 4096 * MIB, &governed, &mut recorder).expect("in range");
+    run_host(vec![setup.clone()], pool, &governed, &mut recorder).expect("in range");
     recorder.0.into_inner()
 }
 
-fn replayed(text: &[u8], guest: &GuestConfig) -> Result<(VmSetup, u64), ReplayError> {
+fn replayed(text: &[u8], guest: &GuestConfig) -> Result<(VmSetup, RecordedPool), ReplayError> {
     let mut reader = trace::Reader::new(text).expect("written traces are readable");
     replay(&mut reader, guest, 100_000, 800)
 }
@@ -429,8 +438,8 @@ fn recorded_guest_has_same_demand_in_replay() {
     for workload in [Workload::Ramp, Workload::Leak, Workload::Diurnal, Workload::Sawtooth] {
         let original = setup(workload, 900_000, 3);
         let trace = recorded(&original, "psi");
-        let (again, pool_bytes) = replayed(&trace, &original.guest).expect("long enough");
-        assert_eq!(pool_bytes, 4096 * MIB);
+        let (again, pool) = replayed(&trace, &original.guest).expect("long enough");
+        assert_eq!(pool.pool(None, 1).free_bytes(), 4096 * MIB);
         assert_eq!(again.host.zones, original.host.zones);
         // Reports are at most one second apart. Between them, the increase at 100 MB/s is linear,
         // but a drop is not.
@@ -467,7 +476,8 @@ fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
         }
     }
     let mut most = Most::default();
-    let vms = run_host(vec![setup], 4096 * MIB, &governed(policy), &mut most).expect("in range");
+    let vms = run_host(vec![setup], &mut HostPool::new(4096 * MIB), &governed(policy), &mut most)
+        .expect("in range");
     (most.0, vms[0].decision_counts().grows)
 }
 
@@ -595,8 +605,13 @@ fn fused(pm_bytes: u64, scale: &str) -> (Outcome, Integrated) {
     let mut setup = deficit(750, "disk");
     setup.host = view(384 * MIB, pm_bytes);
     let mut integrated = Integrated::default();
-    let vms = run_host(vec![setup], 4096 * MIB, &scaled("amf", scale), &mut integrated)
-        .expect("in range");
+    let vms = run_host(
+        vec![setup],
+        &mut HostPool::new(4096 * MIB),
+        &scaled("amf", scale),
+        &mut integrated,
+    )
+    .expect("in range");
     (Outcome::of(&vms[0]), integrated)
 }
 
@@ -634,7 +649,8 @@ fn against_unified(policy: Policy, is_unified: bool) -> (Outcome, u64) {
     };
     let governed = Governed { policy, rules: Rules::default(), skip: Skip::AtRest };
     let mut most = MostDescriptors::default();
-    let vms = run_host(vec![setup], UNIFIED_PM_BYTES, &governed, &mut most).expect("in range");
+    let vms = run_host(vec![setup], &mut HostPool::new(UNIFIED_PM_BYTES), &governed, &mut most)
+        .expect("in range");
     (Outcome::of(&vms[0]), most.0)
 }
 
@@ -699,7 +715,8 @@ fn amf_integrates_multiple_of_dram_that_table_2_gives() {
 fn wear_follows_equations_of_memorage() {
     let governed = governed("fixed");
     let figures = |setup: VmSetup, governed: &Governed| {
-        let vms = run_host(vec![setup], 4096 * MIB, governed, &mut ()).expect("in range");
+        let vms = run_host(vec![setup], &mut HostPool::new(4096 * MIB), governed, &mut ())
+            .expect("in range");
         (Outcome::of(&vms[0]), *vms[0].guest().totals())
     };
     let (outcome, totals) = figures(deficit(500, "disk"), &governed);

@@ -210,7 +210,11 @@ impl Vm {
     /// Simulates the guest until the next event, and handles the event.
     pub fn advance(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
         let (segment, end) = self.segment();
-        let to = self.next_event(&segment, end);
+        let steady_until = pool.steady_until();
+        if steady_until.is_some_and(|until| until <= self.guest.now()) {
+            self.idle_since = None;
+        }
+        let to = self.next_event(&segment, end, steady_until);
         self.guest.advance(to, &segment, pool);
         observer.advanced(&self.guest, &segment);
         let now = self.guest.now();
@@ -227,7 +231,9 @@ impl Vm {
             self.agent.alert(now);
             self.report(Cause::Watermark, pool, observer);
         }
-        if self.needs_ticks() && self.guest.now().since(self.ticked_at) >= TICK_MS {
+        if self.needs_ticks(pool.steady_until())
+            && self.guest.now().since(self.ticked_at) >= TICK_MS
+        {
             self.ticked_at = self.guest.now();
             self.step(None, pool, observer);
         }
@@ -237,13 +243,16 @@ impl Vm {
         }
     }
 
-    fn next_event(&self, segment: &Segment, end: TimeMs) -> TimeMs {
+    fn next_event(&self, segment: &Segment, end: TimeMs, steady_until: Option<TimeMs>) -> TimeMs {
         let mut to = end.min(self.agent.report_due());
         if let Some((due, _)) = self.delayed_reports.front() {
             to = to.min(*due);
         }
-        if self.needs_ticks() {
+        if self.needs_ticks(steady_until) {
             to = to.min(self.ticked_at + TICK_MS);
+        }
+        if let Some(until) = steady_until.filter(|until| *until > self.guest.now()) {
+            to = to.min(until);
         }
         // The agent checks memory many times per second. While memory changes at a constant rate,
         // only the check that will require a report is simulated, because its time can be computed.
@@ -255,10 +264,11 @@ impl Vm {
         to.max(self.guest.now())
     }
 
-    /// Returns true if the VMM has to send ticks, because a request is outstanding or reports may
-    /// be lost.
-    fn needs_ticks(&self) -> bool {
-        self.channel != Channel::default()
+    /// Returns true if the VMM has to send ticks, because a request is outstanding, reports may be
+    /// lost, or the pool's storage changes.
+    fn needs_ticks(&self, steady_until: Option<TimeMs>) -> bool {
+        steady_until.is_some_and(|until| until <= self.guest.now())
+            || self.channel != Channel::default()
             || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
             || self.governor.controller().policy().name() == "fixed"
                 && self.decision_counts.steps == 0
@@ -296,6 +306,7 @@ impl Vm {
         let now = self.guest.now();
         let event = report.map_or(Event::Tick, |report| Event::Report(report.clone()));
         self.host.pool_free_bytes = pool.free_bytes();
+        self.host.storage = pool.storage();
         let mut devices = GuestDevices { guest: &mut self.guest, host: &mut self.host };
         let host = devices.host();
         let steps = self.governor.run(event, host, &mut devices, now);
@@ -341,6 +352,7 @@ impl Vm {
             return;
         }
         let interval_ms = self.agent.interval_ms();
+        let end = pool.steady_until().map_or(end, |until| until.min(end));
         let count = end.since(now).saturating_sub(self.quiesce_ms) / interval_ms;
         if count == 0 {
             return;
@@ -399,7 +411,7 @@ mod tests {
     }
 
     fn run(setup: VmSetup, policy: &Policy, skip: Skip, horizon: impl Fn(&mut Vm)) -> (Log, u64) {
-        let mut pool = HostPool(2048 * MIB);
+        let mut pool = HostPool::new(2048 * MIB);
         let rules = Rules::default();
         let mut vm = Vm::new(setup.guest, setup.host, setup.demand, policy.clone(), rules, skip)
             .expect("defaults");

@@ -60,7 +60,7 @@ impl Rig {
         // No report is skipped, because tests examine the VM at any time.
         let vm = Vm::new(config, host, demand, policy, Rules::default(), Skip::Nothing)
             .expect("in bounds");
-        Rig { vm, usage, pool: HostPool(2048 * MIB) }
+        Rig { vm, usage, pool: HostPool::new(2048 * MIB) }
     }
 
     pub(crate) fn of(policy: &str) -> Self {

@@ -21,7 +21,7 @@ use super::demand::Segment;
 use super::swap::SwapDevice;
 pub(super) use crate::units::PAGE_BYTES;
 use crate::units::{SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
-use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
+use crate::{BLOCK_BYTES, HostView, MIB, StorageSpace, Tier, TimeMs, ZoneSizes};
 
 /// Length of a step while memory is being plugged or waited for.
 const BUSY_STEP_MS: u64 = 10;
@@ -204,6 +204,16 @@ pub trait Pool {
     fn take(&mut self, bytes: u64) -> u64;
     /// Returns `bytes` to the pool.
     fn give(&mut self, bytes: u64);
+    /// Simulates the storage of the pool until `now`.
+    fn advance(&mut self, _now: TimeMs) {}
+    /// Returns the space of the pool's volumes. `None` if memory borrows none.
+    fn storage(&self) -> Option<StorageSpace> {
+        None
+    }
+    /// Returns the time until which only VMs change the pool. `None` means forever.
+    fn steady_until(&self) -> Option<TimeMs> {
+        None
+    }
 }
 
 /// Simulated guest.
@@ -537,6 +547,7 @@ impl Guest {
             self.stuck_ms = 0;
             self.kernel.stuck_ms = 0;
             self.count(ms, segment);
+            pool.advance(to);
         }
         while self.now < to {
             let ms = to.since(self.now).min(self.step_ms(segment));
@@ -547,6 +558,7 @@ impl Guest {
     fn step(&mut self, ms: u64, segment: &Segment, pool: &mut impl Pool) {
         let wanted_before = self.wanted_bytes();
         self.now = self.now + ms;
+        pool.advance(self.now);
         self.plug(ms, pool);
         self.convert();
         let wanted = segment.anon_bytes_at(self.now);

@@ -29,8 +29,8 @@ fn steps_skipped_at_rest_change_nothing() {
             while guest.now() < end {
                 let to = (guest.now() + 1_000).min(end);
                 stills += u64::from(guest.is_constant(segment));
-                guest.advance(to, segment, &mut HostPool(0));
-                other.live_in_steps(to, segment, &mut HostPool(0));
+                guest.advance(to, segment, &mut HostPool::new(0));
+                other.live_in_steps(to, segment, &mut HostPool::new(0));
                 assert_eq!(
                     format!("{guest:?}"),
                     format!("{other:?}"),
@@ -54,7 +54,7 @@ fn guest_with_pending_change_is_not_still() {
         ..Segment::default()
     };
     let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
-    guest.advance(TimeMs(5_000), &segment, &mut HostPool(0));
+    guest.advance(TimeMs(5_000), &segment, &mut HostPool::new(0));
     assert!(guest.is_constant(&segment));
     assert!(!guest.is_constant(&Segment { stream_bytes_per_s: 1, ..segment }));
     assert!(!guest.is_constant(&Segment { anon_bytes_per_s: 1, ..segment }));
@@ -77,7 +77,7 @@ fn plugged(then: u64) -> Vec<u64> {
     let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };
     let mut guest = Guest::new(config, &[zone], &segment);
     let at = |ms: u64| {
-        guest.advance(TimeMs(ms), &segment, &mut HostPool(0));
+        guest.advance(TimeMs(ms), &segment, &mut HostPool::new(0));
         match ms {
             0 => guest.request([256 * MIB]),
             500 => guest.request([then]),
@@ -116,7 +116,7 @@ impl Loaded {
     fn advance(&mut self, anon_mib: u64) {
         self.now_ms += 60_000;
         let segment = Segment { anon_bytes: anon_mib * MIB, ..Segment::default() };
-        self.guest.advance(TimeMs(self.now_ms), &segment, &mut HostPool(2 * Self::PM_BYTES));
+        self.guest.advance(TimeMs(self.now_ms), &segment, &mut HostPool::new(2 * Self::PM_BYTES));
     }
 
     fn plug(&mut self, mib: u64, anon_mib: u64) {
@@ -184,10 +184,10 @@ fn kernel_load_after(plugged_mib: u64) -> Guest {
     let programs = Segment { anon_bytes: 250 * MIB, ..Segment::default() };
     let mut guest = Guest::new(config, &[dram], &programs);
     guest.request([plugged_mib * MIB]);
-    guest.advance(TimeMs(10_000), &programs, &mut HostPool(0));
+    guest.advance(TimeMs(10_000), &programs, &mut HostPool::new(0));
     assert_eq!(guest.plugged_bytes(), plugged_mib * MIB);
     let kernel = Segment { kernel_bytes: 250 * MIB, ..programs };
-    guest.advance(TimeMs(20_000), &kernel, &mut HostPool(0));
+    guest.advance(TimeMs(20_000), &kernel, &mut HostPool::new(0));
     guest
 }
 
@@ -201,8 +201,8 @@ fn plugged_dram_does_not_empty_the_zones_of_the_kernel() {
     // zones.
     let mut guest = with;
     let more = Segment { anon_bytes: 400 * MIB, ..Segment::default() };
-    guest.advance(TimeMs(21_000), &Segment::default(), &mut HostPool(0));
-    guest.advance(TimeMs(22_000), &more, &mut HostPool(0));
+    guest.advance(TimeMs(21_000), &Segment::default(), &mut HostPool::new(0));
+    guest.advance(TimeMs(22_000), &more, &mut HostPool::new(0));
     assert_eq!(
         (guest.resident_bytes(), guest.totals().oom_kills),
         (400 * MIB, without.totals().oom_kills)

@@ -23,7 +23,8 @@ fn run(workload: Workload, dram_bytes: u64, policy: Policy) -> Outcome {
         demand: workload.demand(&params, dram_bytes, duration_ms, &mut Random::new(1, 0)),
     };
     let governed = Governed { policy, rules: Rules::default(), skip: Skip::AtRest };
-    let vms = run_host(vec![setup], 4 * dram_bytes, &governed, &mut ()).expect("in range");
+    let vms = run_host(vec![setup], &mut HostPool::new(4 * dram_bytes), &governed, &mut ())
+        .expect("in range");
     Outcome::of(&vms[0])
 }
 

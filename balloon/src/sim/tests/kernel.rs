@@ -64,7 +64,8 @@ impl Observer for LastReportObserver {
 fn run(setup: VmSetup) -> (Vm, Report) {
     let mut observer = LastReportObserver::default();
     let governed = Governed { skip: Skip::Nothing, ..governed("off") };
-    let mut vms = run_host(vec![setup], 1024 * MIB, &governed, &mut observer).expect("in range");
+    let mut vms = run_host(vec![setup], &mut HostPool::new(1024 * MIB), &governed, &mut observer)
+        .expect("in range");
     assert_eq!(observer.lawful.0, None);
     (vms.remove(0), observer.last.expect("reports"))
 }
@@ -236,7 +237,8 @@ impl Observer for Decisions {
 fn decide(setup: VmSetup, policy: &str) -> (Vm, Decisions) {
     let mut decisions = Decisions::default();
     let mut vms =
-        run_host(vec![setup], 1024 * MIB, &governed(policy), &mut decisions).expect("in range");
+        run_host(vec![setup], &mut HostPool::new(1024 * MIB), &governed(policy), &mut decisions)
+            .expect("in range");
     assert_eq!(decisions.lawful.0, None);
     (vms.remove(0), decisions)
 }
@@ -305,7 +307,7 @@ fn free_parts_of_kernel_blocks_can_be_unplugged() {
     let mut guest = vm.guest().clone();
     guest.request([256 * MIB, 0]);
     let segment = *vm.demand().segments().last().expect("one");
-    guest.advance(guest.now() + 10_000, &segment, &mut HostPool(0));
+    guest.advance(guest.now() + 10_000, &segment, &mut HostPool::new(0));
     assert_eq!((guest.plugged_bytes(), guest.kernel_block_bytes()), (256 * MIB, 128 * MIB));
     let (plugged_mib, _) = plugged_after_an_hour_with(200);
     assert_eq!(plugged_mib[0], 200 + 4);

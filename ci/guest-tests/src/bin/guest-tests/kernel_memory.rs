@@ -10,8 +10,8 @@ use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::proto::kernel_reserve_bytes;
 use balloon::sim::{
-    Demand, Governed, Guest as SimulatedGuest, GuestConfig, Segment, Skip, SwapDevice, VmSetup,
-    run_host,
+    Demand, Governed, Guest as SimulatedGuest, GuestConfig, HostPool, Segment, Skip, SwapDevice,
+    VmSetup, run_host,
 };
 use balloon::{HostView, Tier, TimeMs, ZoneSizes};
 use guest_tests::guest::{GuestBuilder, Script};
@@ -108,7 +108,7 @@ fn simulated_pm_bytes(
     let governed =
         Governed { policy: Policy::default(), rules: Rules::default(), skip: Skip::Nothing };
     let setup = VmSetup { guest, host, demand };
-    let vms = run_host(vec![setup], pm_mib * MIB, &governed, &mut ())?;
+    let vms = run_host(vec![setup], &mut HostPool::new(pm_mib * MIB), &governed, &mut ())?;
     let guest = vms.first().context("The simulator has no VM")?.guest();
     let oom_kills = guest.totals().oom_kills;
     ensure!(
