@@ -590,9 +590,12 @@ mod tests {
         }
     }
 
+    /// Takes an extent of an order.
+    type Choose = fn(&mut Buddy, u8) -> Extent;
+
     /// Lends extents from randomly used and worn chunks. Returns false if `choose` took one from
     /// another free extent than the first in order.
-    fn lends_in_order(seed: u64, choose: fn(&mut Buddy, u8) -> Extent) -> bool {
+    fn lends_in_order(seed: u64, choose: Choose) -> bool {
         let mut random = Random::new(seed);
         let uses = (0..256).map(|_| (random.below(4) * random.below(2 * WEAR_STEP)) as u32);
         let mut buddy = Buddy::with_wear(uses.collect());
@@ -630,7 +633,7 @@ mod tests {
             buddy.take_run(chosen.run());
             chosen
         }
-        let variants: [(&str, fn(&mut Buddy, u8) -> Extent); 3] = [
+        let variants: [(&str, Choose); 3] = [
             ("wear is ignored", |buddy, wanted| {
                 take_by(buddy, |_, extent| (extent.order < wanted, extent.order))
             }),
