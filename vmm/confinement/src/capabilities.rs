@@ -57,7 +57,8 @@ fn needed(kind: ThreadKind) -> CapabilitySet {
         | ThreadKind::Queue
         | ThreadKind::Memory
         | ThreadKind::Writer
-        | ThreadKind::Scrubber => CapabilitySet::empty(),
+        | ThreadKind::Scrubber
+        | ThreadKind::Holes => CapabilitySet::empty(),
     }
 }
 

@@ -30,12 +30,14 @@ pub enum ThreadKind {
     Writer,
     /// Writes the output of a console to a file, and renames full files.
     ConsoleFile,
-    /// Erases chunks of a pool.
+    /// Erases chunks of a pool, and allocates them ahead.
     Scrubber,
+    /// Fills holes of mapped thin volumes.
+    Holes,
 }
 
 impl ThreadKind {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::SetUp,
         Self::Api,
         Self::Vcpu,
@@ -47,6 +49,7 @@ impl ThreadKind {
         Self::Writer,
         Self::ConsoleFile,
         Self::Scrubber,
+        Self::Holes,
     ];
 
     /// Returns the kind of a thread by its name, for tests of all threads of a VMM.
@@ -61,7 +64,8 @@ impl ThreadKind {
             "_agent" | "_pressure" => Self::Governor,
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,
-            "pool-scrubber" => Self::Scrubber,
+            "pool-scrubber" | "_stock" => Self::Scrubber,
+            "_holes" => Self::Holes,
             "_vcpus" => Self::Vcpu,
             _ if is_numbered(name, "vcpu") => Self::Vcpu,
             _ => {

@@ -49,6 +49,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<Allowed> {
         ThreadKind::Writer => writer(),
         ThreadKind::ConsoleFile => console_file(),
         ThreadKind::Scrubber => scrubber(),
+        ThreadKind::Holes => holes(),
     };
     [every_thread(), own].concat()
 }
@@ -334,6 +335,11 @@ fn console_file() -> Vec<Allowed> {
 /// Erasure of chunks of a pool.
 fn scrubber() -> Vec<Allowed> {
     [transfers(), always(&[SYS_mincore])].concat()
+}
+
+/// Allocation of chunks for stores of the guest, and their mapping.
+fn holes() -> Vec<Allowed> {
+    [scrubber(), always(&[SYS_poll]), ioctl(&[request::UFFDIO_WAKE])].concat()
 }
 
 /// Construction of VMs and devices. Other threads inherit this filter, and then add their own.

@@ -45,8 +45,14 @@ pub(super) const VHOST_SET_VRING_CALL: u32 = 0xaf21;
 pub(super) const VHOST_SET_VRING_ERR: u32 = 0xaf22;
 pub(super) const VHOST_NET_SET_BACKEND: u32 = 0xaf30;
 
+// linux/userfaultfd.h.
+pub(super) const UFFDIO_WAKE: u32 = 0xaa02;
+
 /// Requests that only the construction of a VM or a device needs.
 pub(super) const SET_UP: &[u32] = &[
+    0xaa00, // USERFAULTFD_IOC_NEW and UFFDIO_REGISTER
+    0xaa06, // UFFDIO_WRITEPROTECT
+    0xaa3f, // UFFDIO_API
     0xae00, // KVM_GET_API_VERSION
     0xae01, // KVM_CREATE_VM
     0xae03, // KVM_CHECK_EXTENSION
