@@ -28,12 +28,19 @@ impl FirstFailure {
 pub struct Watched {
     backing: Arc<dyn Persist>,
     failure: FirstFailure,
+    lost_store: OnceLock<String>,
 }
 
 impl Watched {
     /// Wraps `backing`. No failure is recorded yet.
     pub fn new(backing: Arc<dyn Persist>) -> Arc<Self> {
-        Arc::new(Self { backing, failure: FirstFailure::default() })
+        Arc::new(Self { backing, failure: FirstFailure::default(), lost_store: OnceLock::new() })
+    }
+
+    /// Makes all later flushes fail, because a store did not reach the backing.
+    pub fn fail(&self, reason: String) {
+        self.failure.record(&reason);
+        self.lost_store.get_or_init(|| reason);
     }
 
     /// Shared record of the first failure.
@@ -44,7 +51,10 @@ impl Watched {
 
 impl Persist for Watched {
     fn persist(&self) -> Result<(), PersistError> {
-        let result = self.backing.persist();
+        let result = match self.lost_store.get() {
+            None => self.backing.persist(),
+            Some(reason) => Err(PersistError::Backing(reason.clone().into())),
+        };
         match &result {
             // On a read-only volume, no write can be lost.
             Ok(()) | Err(PersistError::ReadOnlyVolume) => {}
@@ -82,6 +92,18 @@ mod tests {
         assert!(watched.persist().is_err());
         watched.persist().unwrap();
         assert!(failure.reason().unwrap().contains("no room"), "{failure:?}");
+    }
+
+    #[test]
+    fn flush_after_a_lost_store_fails() {
+        let watched = Watched::new(Arc::new(Script(Mutex::new(vec![Ok(())]))));
+        watched.persist().unwrap();
+        watched.fail("cannot map its chunk".to_owned());
+        for _ in 0..2 {
+            let error = watched.persist().unwrap_err().to_string();
+            assert!(error.contains("cannot map its chunk"), "{error}");
+        }
+        assert_eq!(watched.failure().reason(), Some("cannot map its chunk"));
     }
 
     #[test]
