@@ -252,6 +252,23 @@ fn store_into_a_hole_allocates_its_chunk_durably() {
     }
 }
 
+/// A guest stores into the chunk through a mapping of the file.
+#[test]
+fn provisioned_chunk_belongs_to_the_volume_before_its_place_is_known() {
+    let (media, pool, volume) = open_thin(5);
+    let place = volume.provision_chunk(3).unwrap();
+    assert_eq!((volume.provision_chunk(3).unwrap(), allocated_chunks(&pool)), (place, 1));
+    media.store_word(place + 8, 7).unwrap();
+    media.persist_range(place..place + 16).unwrap();
+    media.record();
+    drop((volume, pool));
+    // The image contains only durable words.
+    let image = media.take_points()[0].images(1, &mut Random::new(1)).pop().unwrap();
+    let volume = open(&image).unwrap().open_volume("thin").unwrap();
+    assert_eq!(volume.info().allocated_bytes, CHUNK_BYTES);
+    assert_eq!([0, 8, 16].map(|at| volume.load_word(3 * CHUNK_BYTES + at).unwrap()), [0, 7, 0]);
+}
+
 #[test]
 fn full_pool_refuses_a_store_into_a_hole_but_no_other_store() {
     // The volume has more chunks than the pool, which has 10 usable ones.

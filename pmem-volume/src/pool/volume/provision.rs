@@ -28,6 +28,22 @@ impl<M: Media> Volume<M> {
         filled
     }
 
+    /// Allocates the chunk at an index of a thin volume if it is a hole, durably. Returns the
+    /// chunk's offset in the file. Takes no lock if the chunk is present.
+    ///
+    /// # Panics
+    /// Panics if the volume is not thin, or if the index is not inside it.
+    pub fn provision_chunk(&self, index: u32) -> Result<u64, MediaError> {
+        let map = self.map.as_ref().expect("only a thin volume has holes");
+        loop {
+            match map.get(index) {
+                Some(chunk) => return Ok(chunk.offset_bytes()),
+                // The caller may release the chunk on another thread.
+                None => self.fill(map, vec![index])?,
+            }
+        }
+    }
+
     /// Returns true if the pool may have the space that the last failed allocation lacked. Also
     /// returns true if the pool has failed, because another attempt then returns the failure.
     pub fn has_space(&self) -> bool {
