@@ -35,7 +35,7 @@ use foreshore_devices::file_id::is_same;
 use foreshore_devices::memory::layout::{BootMemory, linux_block_bytes};
 use foreshore_devices::virtio::block::serial::serial_number;
 use foreshore_devices::virtio::net;
-use foreshore_devices::volume::interface::{Chosen, Payload, check_ids, choose};
+use foreshore_devices::volume::interface::{Allocation, Chosen, Payload, check_ids, choose};
 use foreshore_devices::volume::pmem_config;
 use foreshore_types::size::Size;
 
@@ -181,8 +181,8 @@ impl VmConfig {
                 return Err(ConfigError::Conflict { flag, reason });
             }
             // The volume may exist and be thick, so `thin=on` is not compared with the interface.
-            let (is_thin, max_vcpus) = (false, self.cpus.max_vcpus);
-            choose(volume, is_thin, max_vcpus, Payload::Linux).map_err(SectionError::new)?;
+            let (allocation, max_vcpus) = (Allocation::Thick, self.cpus.max_vcpus);
+            choose(volume, &allocation, max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
         Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())
             .map_err(SectionError::new)?)
@@ -193,7 +193,11 @@ impl VmConfig {
     /// when the payload is loaded or the volume is opened.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
         let choose = |volume: &PmVolumeConfig| {
-            choose(volume, volume.thin, self.cpus.max_vcpus, Payload::Linux).ok()
+            let allocation = match volume.thin {
+                true => Allocation::Thin { overcommit: None, refusal: None },
+                false => Allocation::Thick,
+            };
+            choose(volume, &allocation, self.cpus.max_vcpus, Payload::Linux).ok()
         };
         self.pm_volumes.iter().filter_map(move |volume| Some((volume, choose(volume)?)))
     }

@@ -25,6 +25,7 @@ use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::events::{Event, EventCounters, Events};
 use foreshore_devices::host_console::{ConsoleFileMetrics, ConsoleFileSource};
 use foreshore_devices::memory::backing::{MappingBudget, Reservation};
+use foreshore_devices::memory::holes::HoleMetrics;
 use foreshore_devices::memory::lost_memory::{LossFlag, LostMemory, RangeSource};
 use foreshore_devices::memory::view::GuestView;
 use foreshore_devices::metrics::Registration;
@@ -111,7 +112,7 @@ impl BlockDevice for Damaged {
         unreachable!("{NO_IO}")
     }
     fn size_bytes(&self) -> u64 {
-        unreachable!("{NO_IO}")
+        8 << 30
     }
     fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
         unreachable!("{NO_IO}")
@@ -142,6 +143,12 @@ impl BlockDevice for Damaged {
     }
     fn read_only_arenas(&self) -> usize {
         2
+    }
+    fn reserve_bytes(&self) -> Option<u64> {
+        Some(8 << 30)
+    }
+    fn allocated_bytes(&self) -> Option<u64> {
+        Some(8 << 30)
     }
 }
 
@@ -293,16 +300,22 @@ fn everything() -> Everything {
     let pmem = PmemMetrics::default();
     pmem.flushes.store(5, Ordering::Relaxed);
     pmem.persists.observe(Duration::from_micros(30));
-    let volume = |name: &str, counters| VolumeMetrics {
-        pool: "/pm/pool".to_owned(),
-        volume: name.to_owned(),
-        sizes: Sizes::Fixed { size_bytes: 8 << 30, extents: 1 },
-        failure: foreshore_devices::persist::FirstFailure::default(),
-        counters,
-    };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
     let device: Arc<dyn BlockDevice> = Arc::new(Damaged);
+    let holes = HoleMetrics::default();
+    holes.fills.observe(Duration::from_micros(40));
+    holes.unstocked.store(1, Ordering::Relaxed);
+    holes.stocked.store(4, Ordering::Relaxed);
+    let holes = Arc::new(holes);
+    let volume = |name: &str, counters| VolumeMetrics {
+        pool: "/pm/pool".to_owned(),
+        volume: name.to_owned(),
+        sizes: Sizes::OfDevice(Arc::downgrade(&device)),
+        failure: foreshore_devices::persist::FirstFailure::default(),
+        holes: matches!(counters, VolumeCounters::Nvdimm(_)).then(|| Arc::clone(&holes)),
+        counters,
+    };
     disk.finished(Kind::Discard, true, Duration::from_millis(2));
     disk.transferred(Kind::Write, 4096);
     disk.finished(Kind::Write, true, Duration::from_micros(1500));
@@ -613,14 +626,15 @@ fn scrape_shows_the_values_of_all_sources() {
 fn sources_of_an_ended_vm_are_not_exposed() {
     let Everything { metrics, registrations, switches, pool, others } = everything();
     let encode = || metrics.encode(&ZoneMetrics::default()).unwrap();
-    drop((pool, others));
+    let (governor, device) = others;
+    drop((pool, governor));
     let text = encode();
     assert!(
         !text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"),
         "{text}"
     );
     assert!(text.contains("foreshore_volume_size_bytes"));
-    drop((registrations, switches));
+    drop((registrations, switches, device));
     let text = encode();
     assert!(!text.contains("foreshore_volume") && text.contains("foreshore_build_info"), "{text}");
 }

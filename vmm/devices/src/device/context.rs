@@ -12,6 +12,7 @@ use crate::event_loop::EventLoopHandle;
 use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
+use crate::memory::holes::UserfaultDevice;
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost_memory::LostMemory;
 use crate::memory::slots::Slots;
@@ -32,6 +33,8 @@ pub struct MachineParts {
     pub view: GuestView,
     /// Slots of guest memory, for devices with pages that the guest reads.
     pub slots: Arc<Slots>,
+    /// Source of the faults of mapped thin volumes.
+    pub userfaults: Arc<UserfaultDevice>,
     /// Event loop for devices that have no threads of their own.
     pub event_loop: EventLoopHandle,
     pub events: Events,

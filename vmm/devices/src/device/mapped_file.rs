@@ -1,13 +1,11 @@
 //! Files that are mapped into guest memory.
 
-use std::ops::Range;
-use std::os::fd::BorrowedFd;
+use rustix::fs::fstat;
 
 use super::{DeviceContext, SetupResult};
-use crate::memory::backing::Access;
 use crate::memory::layout::GuestRange;
 use crate::memory::lost_memory::{RangeSource, WatchedRange};
-use crate::memory::{MappedRange, Memory};
+use crate::memory::{FileMapping, MappedRange, Memory};
 
 /// File, or part of a file, that is mapped into guest memory. Dropping it removes the file from
 /// guest memory. Remove the device from the bus first.
@@ -18,18 +16,22 @@ pub struct MappedFile {
 }
 
 impl MappedFile {
-    /// Maps `extents` of `file` next to each other and watches the file for truncation. Reports of
-    /// lost memory identify the range by `source`.
+    /// Maps parts of a file and watches the file for truncation. Reports of lost memory identify
+    /// the range by `source`.
     pub fn new(
         source: RangeSource,
-        (file, extents): (BorrowedFd<'_>, &[Range<u64>]),
-        access: Access,
+        mapping: FileMapping<'_>,
         memory: &mut Memory,
         context: &DeviceContext,
     ) -> SetupResult<Self> {
-        let range = memory.add_file_range(file, extents, access)?;
-        // Losing bytes after the last extent does not affect the device.
-        let end = extents.iter().map(|extent| extent.end).max().unwrap_or(0);
+        let file = mapping.file;
+        let end = match &mapping.holes {
+            // Losing bytes after the last part does not affect the device.
+            None => mapping.parts.iter().map(|(_, part)| part.end).max().unwrap_or(0),
+            // Holes may get any part of the file. A device has no length, and cannot be truncated.
+            Some(_) => fstat(file)?.st_size as u64,
+        };
+        let range = memory.add_file_range(mapping)?;
         let _watched = context.lost.watch_mapped(source, &range.reservation, file, end)?;
         Ok(Self { _watched, range })
     }

@@ -66,6 +66,7 @@ impl FakeMachine {
             max_vcpus: 0,
             view,
             slots: Arc::new(Slots::new(self.slots.clone(), 64)),
+            userfaults: Arc::default(),
             event_loop,
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),

@@ -2,8 +2,6 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +18,7 @@ use super::backing::{
     MappingBudget, Reservation, SpillPlan, SpillPlanError, Spiller, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
-use super::file_ranges::{FileRanges, MappedRange};
+use super::file_ranges::{FileMapping, FileRanges, MappedRange};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
 use super::private_ranges::PrivateRanges;
@@ -103,6 +101,18 @@ pub enum MemoryError {
     /// The vm-memory crate rejects a region.
     #[error("cannot combine the regions of guest memory")]
     Regions(#[from] GuestRegionCollectionError),
+    #[error("cannot receive stores to the holes of a thin volume (userfaultfd)")]
+    Userfaults(#[source] io::Error),
+    #[error(
+        "the holes of a thin volume can need {needed} mappings, but {used} of {limit} are in use; raise vm.max_map_count, \
+         or use interface=virtio-blk"
+    )]
+    Mappings {
+        /// Number of chunks.
+        needed: usize,
+        used: usize,
+        limit: usize,
+    },
     #[error(transparent)]
     Slot(#[from] SlotError),
     #[error(transparent)]
@@ -256,7 +266,7 @@ pub fn build(
         let linux_block_bytes = map.linux_block_bytes();
         hotplug.push(HotplugPart { spec: spec.clone(), range, linux_block_bytes, backing, slots });
     }
-    let files = FileRanges::new(view.clone(), Arc::clone(&slots));
+    let files = FileRanges::new(view.clone(), Arc::clone(&slots), Arc::clone(&budget));
     let boot = boot_regions;
     let spiller = spill.start()?;
     Ok(Memory {
@@ -383,19 +393,12 @@ impl Memory {
         self.files.bytes()
     }
 
-    /// Maps extents of `file` next to each other into a new range of guest memory, for a volume.
-    /// The guest and devices can access the range, because a guest may do I/O from and to mapped
-    /// PM.
-    pub fn add_file_range(
-        &mut self,
-        file: BorrowedFd<'_>,
-        extents: &[Range<u64>],
-        access: Access,
-    ) -> Result<MappedRange, MemoryError> {
+    /// Maps parts of a file into a new range of guest memory, for a volume. The guest and devices
+    /// can access the range, because a guest may do I/O from and to mapped PM.
+    pub fn add_file_range(&mut self, mapping: FileMapping<'_>) -> Result<MappedRange, MemoryError> {
         self.files.take_removed().into_iter().for_each(|range| self.map.give_back(range));
-        let len = extents.iter().map(|extent| extent.end - extent.start).sum();
-        let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
-        self.files.add(range, file, extents, access).inspect_err(|_| self.map.give_back(range))
+        let range = self.map.allocate(mapping.len_bytes, HOTPLUG_ALIGN)?;
+        self.files.add(range, mapping).inspect_err(|_| self.map.give_back(range))
     }
 }
 
@@ -663,9 +666,14 @@ mod tests {
         file.set_len(8 * MIB).unwrap();
         file.write_all_at(b"first", 4 * MIB).unwrap();
         file.write_all_at(b"second", 0).unwrap();
-        let extents = [4 * MIB..6 * MIB, 0..2 * MIB];
-        let volume = memory.add_file_range(file.as_fd(), &extents, Access::Read).unwrap();
-        assert_eq!(volume.guest, GuestRange { start: 4 * GIB, len: 4 * MIB });
+        let mapping = FileMapping {
+            len_bytes: 8 * MIB,
+            parts: vec![(0, 4 * MIB..6 * MIB), (4 * MIB, 0..2 * MIB)],
+            ..FileMapping::of_file(file.as_fd(), 0, Access::Read)
+        };
+        assert_eq!(mapping.holes(), [2 * MIB..4 * MIB, 6 * MIB..8 * MIB]);
+        let volume = memory.add_file_range(mapping).unwrap();
+        assert_eq!(volume.guest, GuestRange { start: 4 * GIB, len: 8 * MIB });
         assert!(table.covers(4 * GIB));
         let guard = memory.view().memory();
         let read = |at, len| {
@@ -674,7 +682,9 @@ mod tests {
             bytes
         };
         assert_eq!(read(4 * GIB, 5), b"first");
-        assert_eq!(read(4 * GIB + 2 * MIB, 6), b"second");
+        assert_eq!(read(4 * GIB + 2 * MIB, 6), [0; 6], "a hole");
+        assert_eq!(read(4 * GIB + 4 * MIB, 6), b"second");
+        assert_eq!(read(4 * GIB + 8 * MIB - 6, 6), [0; 6], "a hole");
         assert!(guard.write_obj(1u8, GuestAddress(4 * GIB)).is_err());
     }
 
@@ -687,11 +697,10 @@ mod tests {
                 .unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(2 * MIB).unwrap();
-        let extent = 0..2 * MIB;
-        let extents = std::slice::from_ref(&extent);
+        let mapping = |access| FileMapping::of_file(file.as_fd(), 2 * MIB, access);
         let used = memory.slots().used();
         for access in [Access::Read, Access::ReadWrite, Access::ReadWrite] {
-            let range = memory.add_file_range(file.as_fd(), extents, access).unwrap();
+            let range = memory.add_file_range(mapping(access)).unwrap();
             assert_eq!(range.guest, GuestRange { start: 4 * GIB, len: 2 * MIB });
             let at = GuestAddress(4 * GIB);
             assert_eq!(
@@ -706,10 +715,10 @@ mod tests {
         }
         // If KVM refuses a range, the range is removed completely.
         *table.calls_left.lock() = Some(0);
-        assert!(memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).is_err());
+        assert!(memory.add_file_range(mapping(Access::ReadWrite)).is_err());
         *table.calls_left.lock() = None;
         assert!(memory.view().memory().read_obj::<u8>(GuestAddress(4 * GIB)).is_err());
-        let range = memory.add_file_range(file.as_fd(), extents, Access::ReadWrite).unwrap();
+        let range = memory.add_file_range(mapping(Access::ReadWrite)).unwrap();
         assert_eq!(range.guest.start, 4 * GIB);
     }
     #[test]

@@ -1,5 +1,6 @@
 //! Files that are mapped into guest memory outside of zones: volumes and the files of `--pmem`.
 
+use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -8,17 +9,61 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use vm_memory::GuestAddress;
 
-use super::backing::{Access, Reservation};
+use super::backing::{Access, HeldMappings, MappingBudget, Reservation};
 use super::build::{MemoryError, region, reserve};
+use super::holes::{HoleFiller, HoleSource};
 use super::layout::GuestRange;
 use super::slots::Slots;
 use super::view::GuestView;
 use crate::log::rate_limited;
+use crate::pool::CHUNK_BYTES;
+
+/// Parts of a file that are mapped into one range of guest memory.
+pub struct FileMapping<'a> {
+    pub file: BorrowedFd<'a>,
+    pub len_bytes: u64,
+    /// Offsets in the range, and parts of the file, in order. The gaps are holes, which read as
+    /// zeros and consist of whole chunks.
+    pub parts: Vec<(u64, Range<u64>)>,
+    pub access: Access,
+    /// Fills holes into which the guest stores. Required if there are holes, unless the guest may
+    /// only read.
+    pub holes: Option<HoleSource>,
+}
+
+impl<'a> FileMapping<'a> {
+    /// Maps the first `len_bytes` of a file.
+    pub fn of_file(file: BorrowedFd<'a>, len_bytes: u64, access: Access) -> Self {
+        Self { file, len_bytes, parts: vec![(0, 0..len_bytes)], access, holes: None }
+    }
+
+    /// Returns the holes of the range.
+    pub(super) fn holes(&self) -> Vec<Range<u64>> {
+        let starts = std::iter::once(0).chain(self.parts.iter().map(|part| part_range(part).end));
+        let ends = self.parts.iter().map(|(at, _)| *at).chain([self.len_bytes]);
+        starts.zip(ends).map(|(start, end)| start..end).filter(|hole| !hole.is_empty()).collect()
+    }
+
+    /// Returns true for each chunk that is not a hole.
+    fn mapped_chunks(&self) -> Vec<bool> {
+        let mut is_mapped = vec![true; (self.len_bytes / CHUNK_BYTES) as usize];
+        for hole in self.holes() {
+            let chunks = (hole.start / CHUNK_BYTES) as usize..(hole.end / CHUNK_BYTES) as usize;
+            is_mapped[chunks].fill(false);
+        }
+        is_mapped
+    }
+}
+
+fn part_range((at, part): &(u64, Range<u64>)) -> Range<u64> {
+    *at..at + (part.end - part.start)
+}
 
 /// State that is shared by all [`MappedRange`]s of a VM.
 pub(super) struct FileRanges {
     view: GuestView,
     slots: Arc<Slots>,
+    budget: Arc<MappingBudget>,
     /// Mapped bytes in all ranges.
     bytes: Arc<AtomicU64>,
     /// Ranges that were removed since the last call of [`Self::take_removed`].
@@ -26,8 +71,8 @@ pub(super) struct FileRanges {
 }
 
 impl FileRanges {
-    pub(super) fn new(view: GuestView, slots: Arc<Slots>) -> Arc<Self> {
-        Arc::new(Self { view, slots, bytes: Arc::default(), removed: Mutex::default() })
+    pub(super) fn new(view: GuestView, slots: Arc<Slots>, budget: Arc<MappingBudget>) -> Arc<Self> {
+        Arc::new(Self { view, slots, budget, bytes: Arc::default(), removed: Mutex::default() })
     }
 
     pub(super) fn bytes(&self) -> Arc<AtomicU64> {
@@ -39,24 +84,22 @@ impl FileRanges {
         std::mem::take(&mut self.removed.lock())
     }
 
-    /// Maps extents of `file` next to each other, and makes them accessible to the guest and to
-    /// devices at `guest`.
+    /// Maps parts of a file, and makes them accessible to the guest and to devices at `guest`.
     pub(super) fn add(
         self: &Arc<Self>,
         guest: GuestRange,
-        file: BorrowedFd<'_>,
-        extents: &[Range<u64>],
-        access: Access,
+        mapping: FileMapping<'_>,
     ) -> Result<MappedRange, MemoryError> {
         let reservation = reserve(guest, None)?;
-        let mut at = 0;
-        for extent in extents {
-            let len = extent.end - extent.start;
+        let access = mapping.access;
+        for (at, part) in &mapping.parts {
+            let len = part.end - part.start;
             reservation
-                .map_file(at, len, file, extent.start, access)
+                .map_file(*at, len, mapping.file, part.start, access)
                 .map_err(|source| MemoryError::Map { len, source })?;
-            at += len;
         }
+        // Before the guest may store there.
+        let holes = self.map_holes(&reservation, mapping)?;
         let mut memory = self.view.exclusive();
         memory.add_region(region(guest, &reservation)?, Arc::clone(&reservation))?;
         if access == Access::Read {
@@ -66,13 +109,43 @@ impl FileRanges {
         match self.slots.add(guest, &reservation, 0, access) {
             Ok(slot) => {
                 self.bytes.fetch_add(guest.len, Ordering::Relaxed);
-                Ok(MappedRange { guest, reservation, slot, files: Arc::clone(self) })
+                let files = Arc::clone(self);
+                Ok(MappedRange { guest, reservation, slot, files, _holes: holes })
             }
             Err(err) => {
                 self.remove_region(guest, &reservation);
                 Err(err.into())
             }
         }
+    }
+
+    /// Maps the holes, and starts to fill them if the guest may store there.
+    fn map_holes(
+        &self,
+        reservation: &Arc<Reservation>,
+        mapping: FileMapping<'_>,
+    ) -> Result<Option<(HoleFiller, HeldMappings)>, MemoryError> {
+        let (holes, is_mapped) = (mapping.holes(), mapping.mapped_chunks());
+        if holes.is_empty() {
+            return Ok(None);
+        }
+        let map_all = |map: &dyn Fn(u64, u64) -> io::Result<()>| {
+            holes.iter().try_for_each(|hole| {
+                let len = hole.end - hole.start;
+                map(hole.start, len).map_err(|source| MemoryError::Map { len, source })
+            })
+        };
+        let Some(source) = mapping.holes else {
+            assert_eq!(mapping.access, Access::Read, "stores into holes would be lost");
+            return map_all(&|at, len| reservation.map_anonymous(at, len)).map(|()| None);
+        };
+        // Each chunk can need a mapping of its own.
+        let held = self.budget.hold(is_mapped.len())?;
+        let userfaults = source.device.create().map_err(MemoryError::Userfaults)?;
+        map_all(&|at, len| userfaults.map_zeros(reservation, at, len))?;
+        let reservation = Arc::clone(reservation);
+        let filler = HoleFiller::start(source, userfaults, reservation, is_mapped, mapping.access);
+        Ok(Some((filler.map_err(MemoryError::Userfaults)?, held)))
     }
 
     fn remove_region(&self, guest: GuestRange, reservation: &Arc<Reservation>) {
@@ -91,11 +164,13 @@ pub struct MappedRange {
     pub reservation: Arc<Reservation>,
     slot: u32,
     files: Arc<FileRanges>,
+    /// Dropped last, because the guest and devices may wait for it until the range is removed.
+    _holes: Option<(HoleFiller, HeldMappings)>,
 }
 
 impl Drop for MappedRange {
     fn drop(&mut self) {
-        let Self { guest, reservation, slot, files } = self;
+        let Self { guest, reservation, slot, files, .. } = self;
         // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {

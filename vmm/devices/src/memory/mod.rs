@@ -4,6 +4,7 @@ pub mod backing;
 mod build;
 pub mod dimms;
 mod file_ranges;
+pub mod holes;
 pub mod layout;
 pub mod lost_memory;
 mod populate;
@@ -13,5 +14,5 @@ pub mod view;
 pub mod zone;
 
 pub use build::{BLOCK_BYTES, HotplugPart, Memory, MemoryError, MemoryOptions, build};
-pub use file_ranges::MappedRange;
+pub use file_ranges::{FileMapping, MappedRange};
 pub use private_ranges::PrivateRanges;

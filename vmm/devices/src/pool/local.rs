@@ -12,6 +12,7 @@ use foreshore_types::size::Size;
 use pmem_volume::btt::{
     ArenaResult, ArenaStatus, BttError, Engine, InfoError, InfoSource, arenas, is_replaced,
 };
+use pmem_volume::media::{Media, MediaError};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeSize};
 
@@ -20,7 +21,8 @@ use tracing::warn;
 use super::block_device::ServedVolume;
 use super::lost_btt::LostBtt;
 use super::{
-    CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeInfo, VolumeOptions,
+    CHUNK_BYTES, PmPool, PoolError, PoolInfo, PoolVolume, VolumeDisk, VolumeExtent, VolumeInfo,
+    VolumeOptions,
 };
 use crate::persist::{Persist, PersistError};
 use crate::pool::btt_loss::BttLoss;
@@ -169,8 +171,23 @@ impl PoolVolume for Volume {
         Volume::size_bytes(self)
     }
 
-    fn extents(&self) -> Vec<Range<u64>> {
-        self.allocated_extents().iter().map(|extent| extent.run.byte_range()).collect()
+    fn extents(&self) -> Vec<VolumeExtent> {
+        self.allocated_extents()
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        Volume::allocated_bytes(self)
+    }
+
+    fn provision(&self, index: u32) -> Result<u64, MediaError> {
+        self.provision_chunk(index)
+    }
+
+    fn release(&self, index: u32) -> Result<(), MediaError> {
+        let start = u64::from(index) * CHUNK_BYTES;
+        // The VMM does not read a volume that it maps.
+        let unit = start..start + CHUNK_BYTES;
+        Media::release(self, std::slice::from_ref(&unit), &|_| false).map(drop)
     }
 
     /// Completes the recovery of the BTT. Map entries that the engine has stored need not be
@@ -384,7 +401,7 @@ mod tests {
         create_data(&pool);
         let volume = pool.open_volume("data").unwrap();
         assert_eq!(volume.size_bytes(), 24 * MIB);
-        assert_eq!(volume.extents().iter().map(len).sum::<u64>(), 24 * MIB);
+        assert_eq!(volume.extents().iter().map(|extent| extent.len_bytes()).sum::<u64>(), 24 * MIB);
         volume.persist().unwrap();
         assert!(pool.open_volume("data").is_err(), "the volume is open");
         assert!(pool.grow_volume("data", 40 * MIB).is_err(), "it is open");

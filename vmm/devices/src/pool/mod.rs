@@ -20,6 +20,8 @@ use std::sync::Arc;
 pub use local::LocalPool;
 pub use metrics::PoolMetrics;
 use pmem_volume::btt::BttError;
+use pmem_volume::media::MediaError;
+pub use pmem_volume::pool::VolumeExtent;
 pub use pmem_volume::{
     CHUNK_BYTES, Durability, PoolError, PoolInfo, VolumeFormat, VolumeInfo, VolumeOptions,
     VolumeSize,
@@ -34,9 +36,19 @@ use crate::pool::btt_loss::BttLoss;
 pub trait PoolVolume: Persist {
     fn size_bytes(&self) -> u64;
 
-    /// Extents of the volume in the pool's file ([`PmPool`]), in logical order. Only a
-    /// thin volume may have gaps.
-    fn extents(&self) -> Vec<Range<u64>>;
+    /// Present extents of the volume in the pool's file ([`PmPool`]), in logical order. Only a thin
+    /// volume may have gaps, which are holes.
+    fn extents(&self) -> Vec<VolumeExtent>;
+
+    /// Bytes of the pool that the volume occupies.
+    fn allocated_bytes(&self) -> u64;
+
+    /// Allocates the chunk of a thin volume at an index if it is a hole, durably. A new chunk reads
+    /// as zeros. Returns the offset in the pool's file. Takes no lock if the chunk is present.
+    fn provision(&self, index: u32) -> Result<u64, MediaError>;
+
+    /// Makes the chunk at an index a hole. It must contain only zeros, and must not be mapped.
+    fn release(&self, index: u32) -> Result<(), MediaError>;
 
     /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the
     /// result durable. Call this before the guest can access the media.

@@ -1,6 +1,5 @@
 //! Builds the devices through which the guest accesses volumes and persistent-memory files.
 
-use std::slice::from_ref;
 use std::sync::{Arc, Weak};
 
 use foreshore_config::Words;
@@ -18,14 +17,15 @@ use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
 use crate::disk::BlockDevice;
 use crate::events::Event;
 use crate::log::rate_limited;
-use crate::memory::Memory;
 use crate::memory::backing::Access;
+use crate::memory::holes::{HoleMetrics, HoleSource};
 use crate::memory::layout::FLUSH_HINT_LEN;
+use crate::memory::{FileMapping, Memory};
 use crate::metrics::Registration;
 use crate::nvdimm::{FlushHint, Nvdimm};
 use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
 use crate::pool::btt_loss::BttLoss;
-use crate::pool::{PmPool, PoolVolume, VolumeDisk};
+use crate::pool::{PmPool, PoolVolume, VolumeDisk, VolumeExtent};
 use crate::virtio::block::{Block, DiskShape, FullHandler};
 use crate::virtio::pmem::device::Pmem;
 use crate::virtio::pmem::metrics::PmemFileMetrics;
@@ -42,9 +42,8 @@ pub fn build_file(
     memory: &mut Memory,
     context: &DeviceContext,
 ) -> SetupResult {
-    let whole = 0..file.len_bytes();
-    let (source, extents) = (config.source(), (file.file(), from_ref(&whole)));
-    let mapped = MappedFile::new(source, extents, file.access(), memory, context)?;
+    let mapping = FileMapping::of_file(file.file(), file.len_bytes(), file.access());
+    let mapped = MappedFile::new(config.source(), mapping, memory, context)?;
     let id = config.id.as_deref().expect("a VM's devices have ids");
     let (guest, backing) = (mapped.guest(), Arc::clone(file) as Arc<dyn Persist>);
     let device = Pmem::raw(format!("pmem-{id}"), guest.start, guest.len, backing)?;
@@ -93,8 +92,8 @@ pub struct BuiltVolume {
 /// Sizes of an attached volume. The value does not keep the volume open.
 #[derive(Clone, Debug)]
 pub enum Sizes {
-    /// Sizes of a volume that is mapped, and therefore constant.
-    Fixed { size_bytes: u64, extents: usize },
+    /// Reported by a volume that is mapped.
+    OfVolume(Weak<dyn PoolVolume>),
     /// Reported by the device, because a thin volume gets chunks while its guest writes, and any
     /// volume may grow.
     OfDevice(Weak<dyn BlockDevice>),
@@ -104,7 +103,7 @@ impl Sizes {
     /// Size that the guest sees. `None` if the device has ended, as for the other sizes.
     pub fn size_bytes(&self) -> Option<u64> {
         match self {
-            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.size_bytes()),
             Self::OfDevice(device) => Some(device.upgrade()?.size_bytes()),
         }
     }
@@ -112,7 +111,7 @@ impl Sizes {
     /// Guaranteed bytes of the volume. Volumes that are mapped are guaranteed as a whole.
     pub fn reserve_bytes(&self) -> Option<u64> {
         match self {
-            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.size_bytes()),
             Self::OfDevice(device) => device.upgrade()?.reserve_bytes(),
         }
     }
@@ -120,7 +119,7 @@ impl Sizes {
     /// Bytes of the pool that the volume occupies.
     pub fn allocated_bytes(&self) -> Option<u64> {
         match self {
-            Self::Fixed { size_bytes, .. } => Some(*size_bytes),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.allocated_bytes()),
             Self::OfDevice(device) => device.upgrade()?.allocated_bytes(),
         }
     }
@@ -129,7 +128,7 @@ impl Sizes {
     /// sectors of mapped volumes themselves.
     pub fn live_bytes(&self) -> Option<u64> {
         match self {
-            Self::Fixed { .. } => None,
+            Self::OfVolume(_) => None,
             Self::OfDevice(device) => device.upgrade()?.live_bytes(),
         }
     }
@@ -137,7 +136,7 @@ impl Sizes {
     /// Number of the volume's extents in the pool.
     pub fn extents(&self) -> Option<usize> {
         match self {
-            Self::Fixed { extents, .. } => Some(*extents),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.extents().len()),
             Self::OfDevice(device) => Some(device.upgrade()?.extents()),
         }
     }
@@ -173,6 +172,8 @@ struct MappedVolume<'a> {
     mapped: MappedFile,
     /// Set if the VMM must execute each flush of the guest.
     flushes: bool,
+    /// Counters of the holes that the guest can fill.
+    holes: Option<Arc<HoleMetrics>>,
 }
 
 impl<'a> MappedVolume<'a> {
@@ -186,23 +187,29 @@ impl<'a> MappedVolume<'a> {
             volume.quiesce()?;
         }
         let (access, flushes) = mapping(config.readonly, pool.durability());
-        let extents = volume.extents();
-        let len_bytes: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
-        assert_eq!(len_bytes, volume.size_bytes(), "a volume with holes has no mapped interface");
-        let mapped =
-            MappedFile::new(config.source(), (pool.file(), &extents), access, memory, context)?;
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
         let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
-        Ok(Self { config, volume, watched, mapped, flushes })
+        let (extents, len_bytes) = (volume.extents(), volume.size_bytes());
+        let present_bytes: u64 = extents.iter().map(|extent| extent.len_bytes()).sum();
+        let holes = match present_bytes < len_bytes && !config.readonly {
+            true => Some(hole_source(config, pool, &volume, &watched, context)),
+            false => None,
+        };
+        let metrics = holes.as_ref().map(|holes| Arc::clone(&holes.metrics));
+        let part = |extent: &VolumeExtent| (extent.volume_offset_bytes(), extent.run.byte_range());
+        let parts = extents.iter().map(part).collect();
+        let mapping = FileMapping { file: pool.file(), len_bytes, parts, access, holes };
+        let mapped = MappedFile::new(config.source(), mapping, memory, context)?;
+        Ok(Self { config, volume, watched, mapped, flushes, holes: metrics })
     }
 
     fn sizes(&self) -> Sizes {
-        let (size_bytes, extents) = (self.volume.size_bytes(), self.volume.extents().len());
-        Sizes::Fixed { size_bytes, extents }
+        Sizes::OfVolume(Arc::downgrade(&self.volume))
     }
 
     fn metrics(&self, counters: VolumeCounters) -> Arc<VolumeMetrics> {
-        metrics(self.config, self.sizes(), self.watched.failure(), counters)
+        let (sizes, failure) = (self.sizes(), self.watched.failure());
+        metrics(self.config, sizes, failure, counters, self.holes.clone())
     }
 
     /// Combines the volume with the device that holds its mapping.
@@ -225,6 +232,7 @@ fn metrics(
     sizes: Sizes,
     failure: FirstFailure,
     counters: VolumeCounters,
+    holes: Option<Arc<HoleMetrics>>,
 ) -> Arc<VolumeMetrics> {
     Arc::new(VolumeMetrics {
         pool: config.pool.display().to_string(),
@@ -232,7 +240,46 @@ fn metrics(
         sizes,
         failure,
         counters,
+        holes,
     })
+}
+
+/// Returns the functions that fill the holes of a volume, and that stop the guest if this fails.
+fn hole_source(
+    config: &PmVolumeConfig,
+    pool: &Arc<dyn PmPool>,
+    volume: &Arc<dyn PoolVolume>,
+    watched: &Arc<Watched>,
+    context: &DeviceContext,
+) -> HoleSource {
+    let (name, stop, watched) = (config.name.clone(), stop_guest(context), Arc::clone(watched));
+    HoleSource {
+        device: Arc::clone(&context.machine.userfaults),
+        pool: Arc::clone(pool),
+        volume: Arc::clone(volume),
+        metrics: Arc::default(),
+        // A store cannot fail, so it waits with any `on_full`.
+        on_full: full_handler(
+            &PmVolumeConfig { on_full: OnFull::Pause, ..config.clone() },
+            context,
+        )
+        .notify,
+        on_failure: Box::new(move |reason| {
+            watched.fail(reason.clone());
+            stop(format!("store to volume {name} failed: {reason}"));
+        }),
+    }
+}
+
+/// Returns a function that prevents all vCPUs from entering the guest again, and pauses the VM with
+/// a reason.
+fn stop_guest(context: &DeviceContext) -> impl Fn(String) + Send + Sync + use<> {
+    let (pause, inhibitor) =
+        (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.inhibitor));
+    move |reason| {
+        inhibitor.set();
+        pause(reason);
+    }
 }
 
 /// Returns the access for mapping a volume, and true if the VMM must execute its flushes. A fence
@@ -252,14 +299,9 @@ fn build_nvdimm(
     place: &VolumePlace,
     context: &DeviceContext,
 ) -> SetupResult<BuiltVolume> {
-    let (pause, inhibitor) =
-        (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.inhibitor));
     // A store to the flush hint cannot report a failure to the guest. The vCPU therefore stops
     // before its next instruction. The other vCPUs stop when the VM task handles the event.
-    let on_failure = Box::new(move |reason| {
-        inhibitor.set();
-        pause(reason);
-    });
+    let on_failure = Box::new(stop_guest(context));
     let backing = Arc::clone(&new.watched) as Arc<dyn Persist>;
     let hint = Arc::new(FlushHint::new(new.config.name.clone(), backing, on_failure));
     let source = new.metrics(VolumeCounters::Nvdimm(hint.metrics()));
@@ -324,7 +366,7 @@ fn build_virtio_blk(
     let (sizes, failure) = (Sizes::OfDevice(Weak::clone(&served)), disk.failure());
     let compacted = Weak::clone(&served);
     let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), device: served, btt_loss };
-    let source = metrics(config, sizes.clone(), failure.clone(), counters);
+    let source = metrics(config, sizes.clone(), failure.clone(), counters, None);
     let device = new_device(device, context)?.removable(PmVolumeConfig::KIND);
     let device = device.exposing(source).with_handle(disk);
     let device = VolumeDevice::Pci(device.attach(context)?);

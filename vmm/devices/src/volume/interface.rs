@@ -8,11 +8,14 @@
 //! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 //!
-//! The interface of a thin volume is always `virtio-blk`, because the guest cannot allocate chunks.
+//! `auto` selects `virtio-blk` for a thin volume, because only there discards release space. The
+//! others need a VMM that can fill holes while the guest stores into them, and a store cannot fail,
+//! so all of the volume must be guaranteed.
 
 use std::collections::BTreeSet;
 
 use foreshore_types::VolumeFormat;
+use foreshore_types::size::Size;
 use pmem_volume::Durability;
 use thiserror::Error;
 
@@ -88,11 +91,18 @@ pub enum InterfaceError {
     RawBlocks { name: String },
     /// The guest would store into chunks that the volume does not have.
     #[error(
-        "--pm-volume name={name}: interface={} maps the volume into the guest, but the volume is thin; use \
-         interface=virtio-blk, or make the volume thick (pmvol volume convert --thick)",
+        "--pm-volume name={name}: interface={} of a thin volume needs userfaultfd: {reason}; use interface=virtio-blk, or \
+         make the volume thick (pmvol volume convert --thick)",
         interface.name()
     )]
-    ThinMapped { name: String, interface: Chosen },
+    ThinMapped { name: String, interface: Chosen, reason: String },
+    /// A store cannot report that the pool is full.
+    #[error(
+        "--pm-volume name={name}: interface={} needs a thin volume that is guaranteed as a whole, but its reserve is {} \
+         of {}; use interface=virtio-blk, or raise the reserve (pmvol volume resize --reserve)",
+        interface.name(), Size(*reserve_bytes), Size(*size_bytes)
+    )]
+    ThinReserve { name: String, interface: Chosen, reserve_bytes: u64, size_bytes: u64 },
     /// `virtio-blk` would be the only interface, and serves only BTTs.
     #[error(
         "--pm-volume name={name}: a thin volume with format=raw has no interface; make the volume thick (pmvol \
@@ -140,16 +150,31 @@ pub enum InterfaceError {
     },
 }
 
+/// Allocation of the stored volume, or of the volume that will be created.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Allocation {
+    Thick,
+    Thin {
+        /// Guaranteed bytes, and size of the volume, if not all of it is guaranteed.
+        overcommit: Option<(u64, u64)>,
+        /// Reason why the VMM cannot fill holes into which the guest stores.
+        refusal: Option<String>,
+    },
+}
+
 /// Chooses the volume's interface. If the requested interface is unsafe, returns the reason.
-/// `is_thin` describes the stored volume, or the volume that will be created.
 pub fn choose(
     volume: &PmVolumeConfig,
-    is_thin: bool,
+    allocation: &Allocation,
     max_vcpus: u8,
     payload: Payload,
 ) -> Result<Chosen, InterfaceError> {
+    if let Allocation::Thin { overcommit, refusal } = allocation
+        && let Some(chosen) = choose_for_thin(volume, *overcommit, refusal.as_deref())?
+    {
+        return Ok(chosen);
+    }
     match volume.format {
-        _ if is_thin => choose_for_thin(volume),
         VolumeFormat::Btt => choose_for_btt(volume, max_vcpus, payload),
         VolumeFormat::Raw => choose_for_raw(volume),
     }
@@ -176,15 +201,30 @@ fn choose_for_btt(
     }
 }
 
-fn choose_for_thin(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
-    let mapped = |interface| InterfaceError::ThinMapped { name: volume.name.clone(), interface };
-    match (volume.format, volume.interface) {
-        (VolumeFormat::Raw, _) => Err(InterfaceError::ThinRaw { name: volume.name.clone() }),
-        (VolumeFormat::Btt, VolumeInterface::Nvdimm) => Err(mapped(Chosen::Nvdimm)),
-        (VolumeFormat::Btt, VolumeInterface::VirtioPmem) => Err(mapped(Chosen::VirtioPmem)),
+/// Returns `None` if the volume may be mapped as if it were thick.
+fn choose_for_thin(
+    volume: &PmVolumeConfig,
+    overcommit: Option<(u64, u64)>,
+    refusal: Option<&str>,
+) -> Result<Option<Chosen>, InterfaceError> {
+    let name = || volume.name.clone();
+    let interface = match (volume.format, volume.interface) {
+        (VolumeFormat::Raw, _) => return Err(InterfaceError::ThinRaw { name: name() }),
         (VolumeFormat::Btt, VolumeInterface::Auto | VolumeInterface::VirtioBlk) => {
-            Ok(Chosen::VirtioBlk)
+            return Ok(Some(Chosen::VirtioBlk));
         }
+        (VolumeFormat::Btt, VolumeInterface::Nvdimm) => Chosen::Nvdimm,
+        (VolumeFormat::Btt, VolumeInterface::VirtioPmem) => Chosen::VirtioPmem,
+    };
+    match (overcommit, refusal) {
+        _ if volume.readonly => Ok(None),
+        (Some((reserve_bytes, size_bytes)), _) => {
+            Err(InterfaceError::ThinReserve { name: name(), interface, reserve_bytes, size_bytes })
+        }
+        (None, Some(reason)) => {
+            Err(InterfaceError::ThinMapped { name: name(), interface, reason: reason.to_owned() })
+        }
+        (None, None) => Ok(None),
     }
 }
 
@@ -265,7 +305,7 @@ mod tests {
     fn raw_volume_is_virtio_pmem_by_default() {
         for payload in [Payload::Linux, Payload::Unknown] {
             for vcpus in [1, 2, 64] {
-                let chosen = |options| choose(&volume(options), false, vcpus, payload);
+                let chosen = |options| choose(&volume(options), &Allocation::Thick, vcpus, payload);
                 assert_eq!(chosen("format=raw"), Ok(Chosen::VirtioPmem));
                 assert_eq!(chosen("format=raw,interface=virtio-pmem"), Ok(Chosen::VirtioPmem));
                 assert_eq!(chosen("format=raw,interface=nvdimm"), Ok(Chosen::Nvdimm));
@@ -275,9 +315,13 @@ mod tests {
 
     #[test]
     fn raw_volume_is_refused_as_virtio_blk() {
-        let text = choose(&volume("format=raw,interface=virtio-blk"), false, 1, Payload::Linux)
-            .unwrap_err()
-            .to_string();
+        let text = choose(
+            &volume("format=raw,interface=virtio-blk"),
+            &Allocation::Thick,
+            1,
+            Payload::Linux,
+        );
+        let text = text.unwrap_err().to_string();
         for part in ["data", "interface=virtio-blk", "format=raw", "interface=virtio-pmem"] {
             assert!(text.contains(part), "{part} is not in {text}");
         }
@@ -288,7 +332,8 @@ mod tests {
         use Durability::{DaxSync, PageCache, Volatile};
         let checked = |options, durability| {
             let volume = volume(options);
-            check_pool(&volume, choose(&volume, false, 1, Payload::Linux).unwrap(), durability)
+            let chosen = choose(&volume, &Allocation::Thick, 1, Payload::Linux).unwrap();
+            check_pool(&volume, chosen, durability)
         };
         let raw = "format=raw,interface=nvdimm";
         let text = checked(raw, PageCache).unwrap_err().to_string();
@@ -348,7 +393,7 @@ mod tests {
         use VolumeInterface::{Auto, Nvdimm, VirtioBlk, VirtioPmem};
         let chosen = |interface, vcpus, payload, force| {
             let volume = PmVolumeConfig { interface, force, ..volume("format=btt") };
-            choose(&volume, false, vcpus, payload).ok()
+            choose(&volume, &Allocation::Thick, vcpus, payload).ok()
         };
         assert_eq!(chosen(Auto, 1, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 64, Linux, false), Some(Chosen::Nvdimm));
@@ -381,26 +426,43 @@ mod tests {
     }
 
     #[test]
-    fn thin_volume_is_virtio_blk_only() {
-        let chosen = |options: &str| choose(&volume(options), true, 1, Payload::Linux);
+    fn thin_volume_is_mapped_if_its_holes_can_be_filled() {
+        let chosen = |options: &str, overcommit, refusal: Option<&str>| {
+            let refusal = refusal.map(str::to_owned);
+            choose(&volume(options), &Allocation::Thin { overcommit, refusal }, 1, Payload::Linux)
+        };
+        let (overcommit, refusal) = (Some((2 << 20, 20 << 20)), Some("no such device"));
         for options in ["interface=auto", "interface=virtio-blk"] {
-            assert_eq!(chosen(options), Ok(Chosen::VirtioBlk));
+            assert_eq!(chosen(options, None, None), Ok(Chosen::VirtioBlk));
+            assert_eq!(chosen(options, overcommit, refusal), Ok(Chosen::VirtioBlk));
         }
-        for interface in ["nvdimm", "virtio-pmem"] {
-            let text = chosen(&format!("interface={interface},force=on")).unwrap_err().to_string();
-            for part in ["data", interface, "thin", "interface=virtio-blk", "convert --thick"] {
-                assert!(text.contains(part), "{part} is not in {text}");
+        for interface in [Chosen::Nvdimm, Chosen::VirtioPmem] {
+            let options = format!("interface={},force=on", interface.name());
+            assert_eq!(chosen(&options, None, None), Ok(interface));
+            let readonly = format!("{options},readonly=on");
+            assert_eq!(chosen(&readonly, overcommit, refusal), Ok(interface));
+            for (overcommit, refusal, reasons) in [
+                (None, refusal, ["no such device", "convert --thick"]),
+                (overcommit, None, ["2 MiB of 20 MiB", "resize --reserve"]),
+            ] {
+                let text = chosen(&options, overcommit, refusal).unwrap_err().to_string();
+                let usual = ["data", interface.name(), "thin", "interface=virtio-blk"];
+                for part in usual.into_iter().chain(reasons) {
+                    assert!(text.contains(part), "{part} is not in {text}");
+                }
             }
         }
-        let error = chosen("format=raw").unwrap_err();
+        let vcpus = Allocation::Thin { overcommit: None, refusal: None };
+        choose(&volume("interface=virtio-pmem"), &vcpus, 2, Payload::Linux).unwrap_err();
+        let error = chosen("format=raw", None, None).unwrap_err();
         assert_eq!(error, InterfaceError::ThinRaw { name: "data".to_owned() });
     }
 
     #[test]
     fn refusal_names_volume_count_and_remedy() {
-        let text = choose(&volume("interface=virtio-pmem"), false, 2, Payload::Linux)
-            .unwrap_err()
-            .to_string();
+        let volume = volume("interface=virtio-pmem");
+        let refused = choose(&volume, &Allocation::Thick, 2, Payload::Linux);
+        let text = refused.unwrap_err().to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {
             assert!(text.contains(part), "{part} is not in {text}");
         }

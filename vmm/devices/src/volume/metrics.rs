@@ -10,9 +10,11 @@ use prometheus_client::registry::Unit;
 
 use super::build::Sizes;
 use crate::disk::BlockDevice;
+use crate::memory::holes::HoleMetrics;
 use crate::metrics::{Expose, Exposition, Family, Labels, LatencySample, and, get};
 use crate::nvdimm::FlushHintMetrics;
 use crate::persist::FirstFailure;
+use crate::pool::CHUNK_BYTES;
 use crate::pool::btt_loss::BttLoss;
 use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
@@ -46,6 +48,8 @@ pub struct VolumeMetrics {
     /// Reason of the first failed flush, if any.
     pub failure: FirstFailure,
     pub counters: VolumeCounters,
+    /// Counters of a thin volume that is mapped for writing.
+    pub holes: Option<Arc<HoleMetrics>>,
 }
 
 impl VolumeMetrics {
@@ -129,7 +133,7 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns how often a write found no space. `None` for mapped volumes, which are thick.
+    /// Returns how often a write found no space. `None` for mapped volumes, whose stores wait.
     fn full_writes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { disk, .. } => Some(get(&disk.full_writes)),
@@ -185,6 +189,7 @@ impl Expose for VolumeMetrics {
         let help = "Attempts to write that found no space in the pool.";
         let full = Family("volume_full_writes", help, None);
         out.counters(full, self.full_writes().map(|count| (labels.clone(), count)));
+        self.expose_holes(out, &labels);
         self.expose_translation(out, &labels);
         if let VolumeCounters::VirtioBlk { disk, .. } = &self.counters {
             disk.expose_operations(out, "volume_operations", "volume_operation", &labels);
@@ -194,6 +199,20 @@ impl Expose for VolumeMetrics {
 }
 
 impl VolumeMetrics {
+    /// Exposes the work for stores to holes of a mapped volume.
+    fn expose_holes(&self, out: &mut Exposition, labels: &Labels) {
+        let holes = self.holes.iter();
+        let help = "Time for which stores to a hole of a mapped volume waited for a chunk.";
+        let fills = holes.clone().map(|holes| (labels.clone(), holes.fills.sample()));
+        out.latencies("volume_hole_fill_duration", help, fills);
+        let help = "Stores to a hole of a mapped volume for which no chunk was allocated ahead.";
+        let unstocked = holes.clone().map(|holes| (labels.clone(), get(&holes.unstocked)));
+        out.counters(Family("volume_unstocked_holes", help, None), unstocked);
+        let help = "Bytes of a mapped volume that are allocated ahead of stores.";
+        let stocked = holes.map(|holes| (labels.clone(), get(&holes.stocked) * CHUNK_BYTES));
+        out.bytes("volume_stocked", help, stocked);
+    }
+
     /// Exposes the state of the BTT if the VMM translates sectors.
     fn expose_translation(&self, out: &mut Exposition, labels: &Labels) {
         let with = |value| (labels.clone(), value);

@@ -234,6 +234,7 @@ fn machine_parts(
         max_vcpus: config.cpus.max_vcpus,
         view: memory.view().clone(),
         slots: Arc::clone(memory.slots()),
+        userfaults: Arc::clone(resources.userfaults()),
         event_loop: device_loop.handle(),
         events: resources.events().clone(),
         metrics: Arc::clone(resources.metrics()),

@@ -5,15 +5,17 @@ use std::sync::Arc;
 
 use foreshore_devices::device::{DeviceContext, DeviceList};
 use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::holes::UserfaultDevice;
 use foreshore_devices::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use foreshore_devices::nvdimm::Nvdimm;
 use foreshore_devices::nvdimm::health::{self, Health, HealthRegisters};
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::{PmPool, PoolError, PoolVolume};
 use foreshore_devices::volume::build::{NewVolume, VolumeDevice, VolumePlace, build_volume};
+use foreshore_devices::volume::config::VolumeSize;
 use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::{
-    Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
+    Allocation, Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
 };
 use foreshore_devices::volume::plan::Step;
 use foreshore_types::VolumeFormat;
@@ -93,7 +95,8 @@ fn choose_all(
     resources: &Resources,
 ) -> Result<Vec<Chosen>, InterfaceError> {
     let choose = |volume: &PmVolumeConfig| {
-        choose_one(volume, &resources.pool(&volume.pool), config.cpus.max_vcpus, payload)
+        let (pool, max_vcpus) = (&resources.pool(&volume.pool), config.cpus.max_vcpus);
+        choose_one(volume, pool, resources.userfaults(), max_vcpus, payload)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     check_count(&chosen)?;
@@ -105,18 +108,38 @@ fn choose_all(
 pub(in crate::vm) fn choose_one(
     volume: &PmVolumeConfig,
     pool: &Arc<dyn PmPool>,
+    userfaults: &UserfaultDevice,
     max_vcpus: u8,
     payload: Payload,
 ) -> Result<Chosen, InterfaceError> {
-    let chosen = choose(volume, is_thin(volume, pool), max_vcpus, payload)?;
+    let chosen = choose(volume, &allocation(volume, pool, userfaults), max_vcpus, payload)?;
     check_pool(volume, chosen, pool.durability())?;
     Ok(chosen)
 }
 
-/// Returns true if the stored volume is thin, or if the volume will be created as a thin one.
-fn is_thin(volume: &PmVolumeConfig, pool: &Arc<dyn PmPool>) -> bool {
+/// Returns the allocation of the stored volume, or of the volume that will be created.
+fn allocation(
+    volume: &PmVolumeConfig,
+    pool: &Arc<dyn PmPool>,
+    userfaults: &UserfaultDevice,
+) -> Allocation {
     let stored = pool.volumes().into_iter().find(|stored| stored.name == volume.name);
-    stored.map_or(volume.thin, |stored| stored.thin)
+    let (is_thin, reserve_bytes, size) = match stored {
+        Some(stored) => {
+            (stored.thin, Some(stored.reserve_bytes), VolumeSize::Bytes(stored.size_bytes))
+        }
+        None => (volume.thin, volume.reserve, volume.size),
+    };
+    let overcommit = match (reserve_bytes, size) {
+        (Some(reserve_bytes), VolumeSize::Bytes(size_bytes)) if reserve_bytes < size_bytes => {
+            Some((reserve_bytes, size_bytes))
+        }
+        _ => None,
+    };
+    match is_thin {
+        true => Allocation::Thin { overcommit, refusal: userfaults.refusal() },
+        false => Allocation::Thick,
+    }
 }
 
 /// Creates the check of the guest's BTT driver, for volumes whose sectors that driver translates.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use foreshore_devices::memory::holes::UserfaultDevice;
 use foreshore_devices::virtio::net::VhostFiles;
 use foreshore_devices::virtio::net::config::VhostMode;
 use kvm_ioctls::Kvm;
@@ -16,6 +17,8 @@ use crate::vm::resources::taps::{self, Taps};
 pub(crate) struct HostDevices {
     /// `None` if KVM cannot be opened. The next boot tries it again, and reports the error.
     pub(crate) kvm: Option<Arc<Kvm>>,
+    /// Source of the faults of mapped thin volumes.
+    pub(crate) userfaults: Arc<UserfaultDevice>,
     /// Interfaces of `--net`.
     pub(crate) taps: Taps,
     /// Files of vhost-net for these interfaces. If vhost-net is not usable, the next boot reports

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use foreshore_devices::events::Events;
 use foreshore_devices::host_console::{FileStart, Lines};
+use foreshore_devices::memory::holes::UserfaultDevice;
 use foreshore_devices::metrics::Metrics;
 use foreshore_devices::pool::PmPool;
 use foreshore_devices::virtio::mem::PlugBudgets;
@@ -47,6 +48,7 @@ pub(crate) struct Resources {
     open_files: OpenFiles,
     plug_budgets: PlugBudgets,
     kvm: Option<Arc<Kvm>>,
+    userfaults: Arc<UserfaultDevice>,
     metrics: Arc<Metrics>,
     events: Events,
     machines: u64,
@@ -56,22 +58,31 @@ impl Resources {
     /// Creates resources for the first VM. `devices` were opened at the start.
     pub(crate) fn new(metrics: Arc<Metrics>, events: Events, devices: HostDevices) -> Self {
         let plug_budgets = PlugBudgets::default();
-        let HostDevices { kvm, taps, vhost } = devices;
+        let HostDevices { kvm, userfaults, taps, vhost } = devices;
         let open_files = OpenFiles { taps, vhost, ..OpenFiles::default() };
         let machines = 0;
-        Self { open_files, plug_budgets, kvm, metrics, events, machines }
+        Self { open_files, plug_budgets, kvm, userfaults, metrics, events, machines }
     }
 
     /// Creates resources for another VM.
     pub(crate) fn anew(&self) -> Self {
-        let (kvm, vhost) = (self.kvm.clone(), self.open_files.vhost.clone());
-        let devices = HostDevices { kvm, taps: Taps::default(), vhost };
+        let devices = HostDevices {
+            kvm: self.kvm.clone(),
+            userfaults: self.userfaults.clone(),
+            taps: Taps::default(),
+            vhost: self.open_files.vhost.clone(),
+        };
         Self::new(Arc::clone(&self.metrics), self.events.clone(), devices)
     }
 
     /// KVM, if it could be opened at the start.
     pub(in crate::vm) fn kvm(&self) -> Option<&Kvm> {
         self.kvm.as_deref()
+    }
+
+    /// Source of the faults of mapped thin volumes.
+    pub(in crate::vm) fn userfaults(&self) -> &Arc<UserfaultDevice> {
+        &self.userfaults
     }
 
     /// Files that remain open for the next machine.

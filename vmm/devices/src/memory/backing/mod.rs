@@ -24,7 +24,7 @@ pub(crate) use host_node::tests::policy_at;
 pub use host_node::{HostNode, HostNodeError};
 pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
-pub use segments::MappingBudget;
+pub use segments::{HeldMappings, MappingBudget};
 pub use source::{DramError, DramSource};
 pub use spill::{SpillPlan, SpillPlanError, Spiller};
 pub use zone_file::{ZoneFile, ZoneFileError};

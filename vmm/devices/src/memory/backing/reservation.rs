@@ -280,6 +280,11 @@ impl Reservation {
         }
     }
 
+    /// Maps zeros for each page of the anonymous mapping at `offset`. Requires Linux 5.14.
+    pub fn populate_zeros(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.advise(offset, len, libc::MADV_POPULATE_READ)
+    }
+
     /// Returns the mapped pages at `offset` to the host. They read as zeros until they are written
     /// again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

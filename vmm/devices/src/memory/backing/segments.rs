@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{fs, io};
 
+use super::super::build::MemoryError;
 use super::BackingError;
 use crate::metrics::{Expose, Exposition, Family};
 
@@ -172,6 +173,17 @@ impl MappingBudget {
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
     }
 
+    /// Reserves `count` mappings for a volume until the result is dropped.
+    pub fn hold(self: &Arc<Self>, count: usize) -> Result<HeldMappings, MemoryError> {
+        match self.reserve(count) {
+            true => Ok(HeldMappings { budget: Arc::clone(self), count }),
+            false => {
+                let (used, limit) = (self.used(), self.limit);
+                Err(MemoryError::Mappings { needed: count, used, limit })
+            }
+        }
+    }
+
     /// Counts `count` mappings without checking the limit.
     fn take(&self, count: usize) {
         self.used.fetch_add(count, Ordering::Relaxed);
@@ -180,6 +192,19 @@ impl MappingBudget {
     fn release(&self, count: usize) {
         let before = self.used.fetch_sub(count, Ordering::Relaxed);
         assert!(before >= count, "more mappings returned than allocated");
+    }
+}
+
+/// Mappings that are reserved for a volume.
+#[derive(Debug)]
+pub struct HeldMappings {
+    budget: Arc<MappingBudget>,
+    count: usize,
+}
+
+impl Drop for HeldMappings {
+    fn drop(&mut self) {
+        self.budget.release(self.count);
     }
 }
 
@@ -266,6 +291,18 @@ mod tests {
         budget.release(4);
         assert_eq!(budget.used(), 1);
         assert!(!budget.reserve(usize::MAX));
+    }
+
+    #[test]
+    fn volume_holds_mappings_until_it_is_removed() {
+        let budget = Arc::new(MappingBudget::new(5));
+        let held = budget.hold(3).unwrap();
+        let text = budget.hold(3).unwrap_err().to_string();
+        for part in ["can need 3", "3 of 5", "vm.max_map_count", "interface=virtio-blk"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+        drop(held);
+        assert_eq!((budget.used(), budget.hold(5).is_ok()), (0, true));
     }
 
     #[test]

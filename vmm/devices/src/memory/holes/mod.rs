@@ -1,0 +1,307 @@
+//! Holes of a thin volume that is mapped into guest memory.
+//!
+//! Holes are mapped as zeros that the kernel protects. A store there waits until this process has
+//! allocated a chunk of the pool, mapped it in place of the zeros, and woken the store. The owner
+//! word of the chunk is durable before that, and a chunk without data reads as zeros, so a crash at
+//! any time is harmless.
+//!
+//! The vCPU that waits may hold a lock of the guest, or one of KVM. Therefore, the thread that
+//! fills holes takes no lock of guest memory, of KVM slots or of the VM. Another thread allocates
+//! chunks ahead, so that most stores wait only for the mapping.
+
+mod stock;
+#[cfg(test)]
+mod tests;
+mod userfault;
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
+use parking_lot::{Condvar, Mutex};
+use pmem_volume::media::MediaError;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use self::stock::{Step, Stock, Taken};
+pub use self::userfault::{UserfaultDevice, Userfaults};
+use super::backing::{Access, Reservation};
+use crate::log::rate_limited;
+use crate::metrics::LatencyHistogram;
+use crate::pool::{CHUNK_BYTES, PmPool, PoolVolume};
+
+/// Delay before another attempt to allocate a chunk in a full pool.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Minimum interval between two reports of a full pool.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Counters of the holes of a volume.
+#[derive(Debug, Default)]
+pub struct HoleMetrics {
+    /// Times from the report of a store to its repetition.
+    pub fills: LatencyHistogram,
+    /// Stores for which no chunk was allocated ahead.
+    pub unstocked: AtomicU64,
+    /// Chunks that are allocated ahead.
+    pub stocked: AtomicU64,
+}
+
+/// Thin volume that the guest may write, and actions for stores that cannot be carried out.
+pub struct HoleSource {
+    pub device: Arc<UserfaultDevice>,
+    pub pool: Arc<dyn PmPool>,
+    pub volume: Arc<dyn PoolVolume>,
+    pub metrics: Arc<HoleMetrics>,
+    /// Called when the pool is full. The store waits.
+    pub on_full: Box<dyn Fn() + Send>,
+    /// Called with the reason when the store is not stored in the pool. Must prevent the guest from
+    /// continuing.
+    pub on_failure: Box<dyn Fn(String) + Send>,
+}
+
+/// Volume with chunks that are allocated ahead of stores.
+struct Stocked {
+    volume: Arc<dyn PoolVolume>,
+    metrics: Arc<HoleMetrics>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    stock: Stock,
+    is_ended: bool,
+}
+
+/// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
+/// when the guest and devices no longer access the range.
+pub struct HoleFiller {
+    end: Arc<OwnedFd>,
+    stocked: Arc<Stocked>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl HoleFiller {
+    /// Starts to fill holes of the volume, which is mapped at the start of `reservation`. Only the
+    /// chunks in `is_mapped` are present. The others were mapped by `userfaults`.
+    pub fn start(
+        source: HoleSource,
+        userfaults: Userfaults,
+        reservation: Arc<Reservation>,
+        is_mapped: Vec<bool>,
+        access: Access,
+    ) -> io::Result<Self> {
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let stocked = Arc::new(Stocked {
+            volume: Arc::clone(&source.volume),
+            metrics: Arc::clone(&source.metrics),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let server = Server {
+            end: Arc::clone(&end),
+            stocked: Arc::clone(&stocked),
+            source,
+            userfaults,
+            reservation,
+            is_mapped,
+            access,
+            reported: None,
+        };
+        // Dropped in case of an error, which ends the first thread.
+        let mut filler = Self { end, stocked, threads: Vec::new() };
+        let stocked = Arc::clone(&filler.stocked);
+        let threads = &mut filler.threads;
+        threads.push(spawn_confined(ThreadKind::Scrubber, "_stock", move || stocked.run())?);
+        threads.push(spawn_confined(ThreadKind::Holes, "_holes", move || server.run())?);
+        Ok(filler)
+    }
+}
+
+impl Drop for HoleFiller {
+    fn drop(&mut self) {
+        rustix::io::write(&*self.end, &1u64.to_ne_bytes()).expect("an open eventfd");
+        self.stocked.state.lock().is_ended = true;
+        self.stocked.changed.notify_all();
+        self.threads.drain(..).for_each(|thread| drop(thread.join()));
+        let unused = self.stocked.state.lock().stock.drain();
+        for index in unused {
+            // If the pool has failed, the chunk stays allocated, and reads as zeros.
+            let _ = self.stocked.volume.release(index);
+        }
+    }
+}
+
+impl Stocked {
+    /// Carries out the steps of the stock.
+    fn run(&self) {
+        while let Some(step) = self.next_step() {
+            let result = match step {
+                Step::Provision(index) => self.volume.provision(index).map(drop),
+                Step::Release(index) => self.volume.release(index),
+            };
+            self.update(|stock| stock.finish(step, result.is_ok()));
+        }
+    }
+
+    /// Waits for the next step. `None` at the end.
+    fn next_step(&self) -> Option<Step> {
+        let mut state = self.state.lock();
+        loop {
+            if state.is_ended {
+                return None;
+            }
+            if let Some(step) = state.stock.begin() {
+                return Some(step);
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    fn update<T>(&self, change: impl FnOnce(&mut Stock) -> T) -> T {
+        let mut state = self.state.lock();
+        let result = change(&mut state.stock);
+        self.metrics.stocked.store(state.stock.len() as u64, Ordering::Relaxed);
+        self.changed.notify_all();
+        result
+    }
+
+    /// Removes the chunk at `index` from the stock, so that it is not released.
+    fn take(&self, index: u32, is_mapped: &[bool]) {
+        loop {
+            match self.update(|stock| stock.take(index, is_mapped)) {
+                Taken::Stocked => return,
+                Taken::Missing => {
+                    self.metrics.unstocked.fetch_add(1, Ordering::Relaxed);
+                    return;
+                }
+                Taken::Releasing => {
+                    let is_being_released = |state: &mut State| state.stock.is_releasing(index);
+                    self.changed.wait_while(&mut self.state.lock(), is_being_released);
+                }
+            }
+        }
+    }
+}
+
+/// Store that waits.
+struct Store {
+    index: u32,
+    since: Instant,
+    is_taken: bool,
+}
+
+/// Thread that fills holes.
+struct Server {
+    end: Arc<OwnedFd>,
+    stocked: Arc<Stocked>,
+    source: HoleSource,
+    userfaults: Userfaults,
+    reservation: Arc<Reservation>,
+    /// Chunks that are mapped from the pool.
+    is_mapped: Vec<bool>,
+    access: Access,
+    /// Time of the last report of a full pool.
+    reported: Option<Instant>,
+}
+
+/// Reason why a store is not stored in the pool.
+#[derive(Debug, thiserror::Error)]
+enum FillError {
+    #[error(transparent)]
+    Media(MediaError),
+    #[error("cannot map its chunk")]
+    Map(#[source] io::Error),
+}
+
+impl Server {
+    fn run(mut self) {
+        let mut waiting: Vec<Store> = Vec::new();
+        while self.wait(waiting.is_empty()) {
+            loop {
+                match self.userfaults.next() {
+                    Ok(Some(address)) => waiting.push(Store {
+                        index: ((address - self.reservation.addr()) / CHUNK_BYTES) as u32,
+                        since: Instant::now(),
+                        is_taken: false,
+                    }),
+                    Ok(None) => break,
+                    Err(err) => {
+                        rate_limited!(error, %err, "Cannot read faults of a thin volume");
+                        break;
+                    }
+                }
+            }
+            waiting.retain_mut(|store| !self.serve(store));
+        }
+    }
+
+    /// Waits for stores, or for the next attempt to serve those that wait. Returns false at the
+    /// end.
+    fn wait(&self, is_idle: bool) -> bool {
+        let retry = Timespec::try_from(RETRY_INTERVAL).expect("a short time");
+        let mut fds =
+            [PollFd::new(&self.userfaults, PollFlags::IN), PollFd::new(&*self.end, PollFlags::IN)];
+        match poll(&mut fds, (!is_idle).then_some(&retry)) {
+            Ok(_) => fds[1].revents().is_empty(),
+            Err(rustix::io::Errno::INTR) => true,
+            Err(err) => unreachable!("poll of own descriptors: {err}"),
+        }
+    }
+
+    /// Fills the hole, and repeats the store. Returns false if the store waits for space.
+    fn serve(&mut self, store: &mut Store) -> bool {
+        let at = store.index as usize;
+        if !self.is_mapped[at] {
+            if !std::mem::replace(&mut store.is_taken, true) {
+                self.stocked.take(store.index, &self.is_mapped);
+            }
+            match self.fill(store.index) {
+                Ok(()) => {}
+                Err(FillError::Media(MediaError::Full { .. })) => {
+                    self.report_full();
+                    return false;
+                }
+                Err(err) => self.give_up(store.index, &err),
+            }
+            self.is_mapped[at] = true;
+            self.source.metrics.fills.observe(store.since.elapsed());
+        }
+        let start = self.reservation.addr() + u64::from(store.index) * CHUNK_BYTES;
+        if let Err(err) = self.userfaults.wake(start, CHUNK_BYTES) {
+            rate_limited!(error, %err, "Cannot wake a store to a thin volume");
+        }
+        true
+    }
+
+    fn fill(&self, index: u32) -> Result<(), FillError> {
+        let file_offset = self.source.volume.provision(index).map_err(FillError::Media)?;
+        let (offset, file) = (u64::from(index) * CHUNK_BYTES, self.source.pool.file());
+        let mapped = self.reservation.map_file(offset, CHUNK_BYTES, file, file_offset, self.access);
+        mapped.map_err(FillError::Map)
+    }
+
+    fn report_full(&mut self) {
+        let now = Instant::now();
+        if self.reported.is_none_or(|at| now >= at + REPORT_INTERVAL) {
+            self.reported = Some(now);
+            (self.source.on_full)();
+        }
+    }
+
+    /// Lets the store change memory of this process only, because a vCPU that waits forever could
+    /// not be stopped. Before that, prevents the guest from continuing.
+    fn give_up(&self, index: u32, err: &FillError) {
+        let reason = foreshore_types::chain(err);
+        rate_limited!(error, index, reason, "Store to a hole of a thin volume failed");
+        (self.source.on_failure)(reason);
+        let offset = u64::from(index) * CHUNK_BYTES;
+        if let Err(err) = self.reservation.map_anonymous(offset, CHUNK_BYTES) {
+            rate_limited!(error, index, %err, "Cannot map memory in place of a chunk");
+        }
+    }
+}

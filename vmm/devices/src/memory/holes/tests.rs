@@ -1,0 +1,269 @@
+//! Tests with real stores. They are skipped if the user cannot open `/dev/userfaultfd`.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use pmem_volume::btt::BttError;
+use pmem_volume::media::Media;
+use pmem_volume::pool::VolumeExtent;
+use pmem_volume::{OpenMode, Pool};
+use tempfile::TempDir;
+
+use super::*;
+use crate::persist::{Persist, PersistError};
+use crate::pool::{LocalPool, VolumeDisk, VolumeFormat, VolumeOptions, VolumeSize};
+
+const MIB: u64 = 1 << 20;
+const CHUNKS: u64 = 12;
+
+fn is_skipped() -> bool {
+    let refusal = UserfaultDevice::default().refusal();
+    refusal.inspect(|reason| eprintln!("skipped: {reason}")).is_some()
+}
+
+/// Volume of which nothing is present, and whose allocations have scripted results.
+struct Scripted {
+    volume: Arc<dyn PoolVolume>,
+    failures: Mutex<VecDeque<MediaError>>,
+}
+
+impl Persist for Scripted {
+    fn persist(&self) -> Result<(), PersistError> {
+        self.volume.persist()
+    }
+}
+
+impl PoolVolume for Scripted {
+    fn size_bytes(&self) -> u64 {
+        self.volume.size_bytes()
+    }
+
+    fn extents(&self) -> Vec<VolumeExtent> {
+        self.volume.extents()
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.volume.allocated_bytes()
+    }
+
+    fn provision(&self, index: u32) -> Result<u64, MediaError> {
+        match self.failures.lock().pop_front() {
+            Some(err) => Err(err),
+            None => self.volume.provision(index),
+        }
+    }
+
+    fn release(&self, index: u32) -> Result<(), MediaError> {
+        self.volume.release(index)
+    }
+
+    fn quiesce(&self) -> Result<(), BttError> {
+        self.volume.quiesce()
+    }
+
+    fn into_disk(self: Box<Self>) -> Result<VolumeDisk, BttError> {
+        unreachable!("the volume is mapped")
+    }
+}
+
+/// Mapped thin volume without chunks.
+struct Rig {
+    volume: Arc<dyn PoolVolume>,
+    metrics: Arc<HoleMetrics>,
+    reservation: Arc<Reservation>,
+    /// Reports of a full pool (`None`) and of failures.
+    reports: mpsc::Receiver<Option<String>>,
+    filler: Option<HoleFiller>,
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+impl Rig {
+    fn new(failures: impl IntoIterator<Item = MediaError>) -> Self {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(Pool::create(&path, 64 * MIB, 0).unwrap());
+        let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
+        let size = VolumeSize::Bytes(CHUNKS * CHUNK_BYTES);
+        let format = VolumeFormat::Raw;
+        let options = VolumeOptions { size, format, thin: true, reserve_bytes: None };
+        pool.create_volume("data", options).unwrap();
+        let volume: Arc<dyn PoolVolume> = Arc::from(pool.open_volume("data").unwrap());
+        let failures = Mutex::new(failures.into_iter().collect());
+        let volume: Arc<dyn PoolVolume> = Arc::new(Scripted { volume, failures });
+        let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
+        let (sender, reports) = mpsc::channel();
+        let full = sender.clone();
+        let source = HoleSource {
+            device: Arc::default(),
+            pool,
+            volume: Arc::clone(&volume),
+            metrics: Arc::default(),
+            on_full: Box::new(move || full.send(None).unwrap()),
+            on_failure: Box::new(move |reason| sender.send(Some(reason)).unwrap()),
+        };
+        let metrics = Arc::clone(&source.metrics);
+        let userfaults = source.device.create().unwrap();
+        userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
+        let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
+        let filler = HoleFiller::start(source, userfaults, of, is_mapped, Access::ReadWrite);
+        let filler = Some(filler.unwrap());
+        Self { volume, metrics, reservation, reports, filler, path, _folder: folder }
+    }
+
+    fn store(&self, offset: u64, word: u64) {
+        store(self.reservation.addr() + offset, word);
+    }
+
+    fn load(&self, offset: u64) -> u64 {
+        load(self.reservation.addr() + offset)
+    }
+
+    fn allocated_chunks(&self) -> u64 {
+        self.volume.allocated_bytes() / CHUNK_BYTES
+    }
+
+    /// Ends the filling, and returns words of the stored volume.
+    fn stored(mut self, offsets: &[u64]) -> Vec<u64> {
+        self.filler = None;
+        let Self { volume, reservation, path, _folder, .. } = self;
+        // The mapping also keeps the file and its lock.
+        drop((volume, reservation));
+        let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
+        let volume = pool.open_volume("data").unwrap();
+        offsets.iter().map(|offset| volume.load_word(*offset).unwrap()).collect()
+    }
+}
+
+/// Stores a word in a mapped reservation.
+fn store(address: u64, word: u64) {
+    // SAFETY: the address is mapped, and no reference points there.
+    unsafe { (address as *mut u64).write_volatile(word) }
+}
+
+fn load(address: u64) -> u64 {
+    // SAFETY: as above.
+    unsafe { (address as *const u64).read_volatile() }
+}
+
+fn full() -> MediaError {
+    MediaError::Full { needed_bytes: CHUNK_BYTES, available_bytes: 0 }
+}
+
+#[test]
+fn only_stores_allocate_and_reach_the_pool() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::new([]);
+    for offset in (0..CHUNKS * CHUNK_BYTES).step_by(4096) {
+        assert_eq!(rig.load(offset), 0);
+    }
+    assert_eq!(rig.allocated_chunks(), 0);
+    let offsets = [8, 5 * CHUNK_BYTES + 4096, 6 * CHUNK_BYTES - 8];
+    for (word, offset) in (1..).zip(offsets) {
+        rig.store(offset, word);
+        assert_eq!((rig.load(offset), rig.load(offset - 8)), (word, 0));
+    }
+    assert_eq!((rig.allocated_chunks(), rig.metrics.fills.count()), (2, 2));
+    assert_eq!(rig.stored(&offsets), [1, 2, 3]);
+}
+
+#[test]
+fn consecutive_stores_use_the_stock_and_its_rest_is_released() {
+    if is_skipped() {
+        return;
+    }
+    let mut rig = Rig::new([]);
+    rig.store(0, 1);
+    rig.store(CHUNK_BYTES, 2);
+    while rig.metrics.stocked.load(Ordering::Relaxed) < 4 {
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.metrics.unstocked.load(Ordering::Relaxed), 2);
+    let mut offset = 2 * CHUNK_BYTES;
+    while offset < 6 * CHUNK_BYTES {
+        rig.store(offset, 3);
+        offset += CHUNK_BYTES;
+    }
+    assert_eq!(rig.metrics.unstocked.load(Ordering::Relaxed), 2);
+    rig.filler = None;
+    assert_eq!((rig.metrics.fills.count(), rig.allocated_chunks()), (6, 6));
+    let offsets: Vec<_> = (0..CHUNKS).map(|index| index * CHUNK_BYTES).collect();
+    assert_eq!(rig.stored(&offsets), [1, 2, 3, 3, 3, 3, 0, 0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn stores_of_several_threads_to_one_hole_are_all_kept() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::new([]);
+    let start = rig.reservation.addr();
+    let offsets: Vec<_> = (0..8).map(|nth| 3 * CHUNK_BYTES + nth * 4096).collect();
+    std::thread::scope(|scope| {
+        for offset in &offsets {
+            scope.spawn(move || {
+                for word in 1..=100 {
+                    store(start + offset + word * 8, word);
+                }
+            });
+        }
+    });
+    assert_eq!((rig.metrics.fills.count(), rig.allocated_chunks()), (1, 1));
+    let words: Vec<_> =
+        offsets.iter().flat_map(|offset| (1..=100).map(move |word| offset + word * 8)).collect();
+    let expected: Vec<_> = (0..8).flat_map(|_| 1..=100).collect();
+    assert_eq!(rig.stored(&words), expected);
+}
+
+#[test]
+fn store_waits_while_the_pool_is_full() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::new([full(), full()]);
+    rig.store(CHUNK_BYTES, 7);
+    assert_eq!(rig.reports.try_recv(), Ok(None));
+    assert!(rig.reports.try_recv().is_err(), "the second attempt follows within a second");
+    assert_eq!(rig.stored(&[CHUNK_BYTES]), [7]);
+}
+
+#[test]
+fn failure_is_reported_before_the_store_continues() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::new([MediaError::ReadOnly]);
+    rig.store(CHUNK_BYTES, 7);
+    let reason = rig.reports.try_recv().unwrap().unwrap();
+    assert!(reason.contains("for reading only"), "{reason}");
+    assert_eq!((rig.load(CHUNK_BYTES), rig.allocated_chunks()), (7, 0));
+    assert_eq!(rig.stored(&[CHUNK_BYTES]), [0]);
+}
+
+#[test]
+fn kernel_without_protection_of_absent_pages_gets_pages_of_zeros() {
+    if is_skipped() {
+        return;
+    }
+    let reservation = Reservation::new(CHUNK_BYTES, CHUNK_BYTES).unwrap();
+    let mut userfaults = UserfaultDevice::default().create().unwrap();
+    userfaults.protects_absent = false;
+    userfaults.map_zeros(&reservation, 0, CHUNK_BYTES).unwrap();
+    let at = reservation.addr();
+    std::thread::scope(|scope| {
+        scope.spawn(|| store(at, 7));
+        let fault = loop {
+            match userfaults.next().unwrap() {
+                Some(fault) => break fault,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert_eq!((fault / 4096, load(at)), (at / 4096, 0));
+        reservation.map_anonymous(0, CHUNK_BYTES).unwrap();
+        userfaults.wake(at, CHUNK_BYTES).unwrap();
+    });
+    assert_eq!(load(at), 7);
+}
