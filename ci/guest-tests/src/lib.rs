@@ -37,6 +37,7 @@ pub mod runner;
 pub mod table;
 pub mod tap;
 pub mod torn;
+pub mod traced_thread;
 pub mod user;
 
 pub use disk::{Disk, FileSystem, LoopDevice};

@@ -22,6 +22,10 @@ guest_tests::tests![
         kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk)),
     kills_with_a_thin_volume_tear_nothing: 600 (long) x several =>
         kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::VirtioBlk) }),
+    kills_with_a_thin_nvdimm_tear_nothing: 600 (long) x several =>
+        kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::Nvdimm) }),
+    kills_with_a_thin_volume_by_virtio_pmem_tear_nothing: 600 (long) =>
+        kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::VirtioPmem) }),
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
         after_power_cut(Setup::new(Interface::Nvdimm))?.ensure_no_faults(),

@@ -1,8 +1,11 @@
 //! Tests of thin volumes. Only the first write of the guest to a chunk allocates it, and discards
 //! release chunks.
 
+use std::fs;
+
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
+use guest_tests::traced_thread::TracedThread;
 use guest_tests::{Guest, GuestBuilder, Pool, Script};
 use serde_json::json;
 
@@ -17,6 +20,14 @@ guest_tests::tests![
     fstrim_releases_the_chunks_of_deleted_files: 300 x 2,
     compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
+    only_stores_allocate_chunks_of_a_thin_nvdimm: 400 on [V6_12, V6_1 long] x 2 =>
+        only_stores_allocate_chunks("nvdimm"),
+    only_stores_allocate_chunks_by_thin_virtio_pmem: 400 (long) on [V6_12, V6_1] =>
+        only_stores_allocate_chunks("virtio-pmem"),
+    thin_nvdimm_keeps_files_over_reboots_and_kills: 600 on [V6_12, V6_1 long] x 2,
+    vmm_with_a_waiting_store_is_killed: 300 x 2 => killed_while_a_store_waits("nvdimm"),
+    vmm_with_a_waiting_store_by_virtio_pmem_is_killed: 300 (long) =>
+        killed_while_a_store_waits("virtio-pmem"),
     thin_volume_gets_space_that_was_lent_as_memory: 600 x 2,
     full_pool_pauses_the_vm_until_memory_is_returned: 400 x 2,
     full_pool_pauses_the_vm_until_it_grows: 400 x 2,
@@ -163,6 +174,135 @@ fn compaction_releases_the_chunks_of_scattered_files() -> Result<()> {
     )?;
     guest.power_off()?;
     pool.check().map(drop)
+}
+
+/// Bytes of the volume that the metrics report as allocated.
+fn mapped_bytes(guest: &Guest) -> Result<f64> {
+    guest.metric("foreshore_volume_allocated_bytes", &[("volume", "data")])
+}
+
+fn only_stores_allocate_chunks(interface: &str) -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let guest = guest_with(&pool, &format!("{THIN},interface={interface}"));
+    let guest = boot(guest, "/dev/pmem0s")?;
+    let empty = mapped_bytes(&guest)?;
+    ensure!(empty <= (8 * MIB) as f64, "{empty} bytes are allocated in a new volume");
+    // Reads of all sectors also read all of the map.
+    guest.run_within(IO_LIMIT, "dd if=/dev/pmem0s bs=1M | cmp -n 94371840 - /dev/zero")?;
+    ensure!(mapped_bytes(&guest)? == empty, "Reads have allocated chunks");
+
+    let write = "dd if=/dev/urandom of=/tmp/data bs=1M count=20 && \
+                 dd if=/tmp/data of=/dev/pmem0s bs=1M seek=40 oflag=direct && \
+                 dd if=/dev/pmem0s bs=1M skip=40 count=20 iflag=direct | cmp - /tmp/data";
+    guest.run_within(IO_LIMIT, write)?;
+    let written = mapped_bytes(&guest)? - empty;
+    ensure!((20 * MIB) as f64 <= written, "Only {written} bytes were allocated");
+    ensure!(written <= (48 * MIB) as f64, "{written} bytes were allocated");
+    let fills = |guest: &Guest| {
+        guest.metric("foreshore_volume_hole_fill_duration_seconds_count", &[("volume", "data")])
+    };
+    let filled = fills(&guest)?;
+    ensure!(filled >= 10.0, "Only {filled} holes were filled");
+    let rewrite = "dd if=/tmp/data of=/dev/pmem0s bs=1M seek=40 oflag=direct";
+    guest.run_within(IO_LIMIT, rewrite)?;
+    let again = fills(&guest)?;
+    ensure!(again <= filled + 1.0, "Overwrites filled {filled} to {again} holes");
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn thin_nvdimm_keeps_files_over_reboots_and_kills() -> Result<()> {
+    const MOUNT: &str = "mkdir -p /mnt/t && mount -t ext4 /dev/pmem0s /mnt/t";
+    let pool = Pool::create("256M")?;
+    let guest = boot(guest_with(&pool, &format!("{THIN},interface=nvdimm")), "/dev/pmem0s")?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!(
+            "mkfs.ext4 -q -E nodiscard /dev/pmem0s && {MOUNT} && \
+             dd if=/dev/urandom of=/mnt/t/first bs=1M count=24 && cd /mnt/t && \
+             sha256sum first > first.sum && sync && cd / && umount /mnt/t"
+        ),
+    )?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check()?;
+    let again = || boot(guest_with(&pool, "interface=nvdimm"), "/dev/pmem0s");
+    let guest = again()?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!(
+            "{MOUNT} && cd /mnt/t && sha256sum -c first.sum && \
+             dd if=/dev/urandom of=second bs=1M count=24 && sha256sum second > second.sum && sync"
+        ),
+    )?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check()?;
+    // Our engine reads what the guest's driver wrote, and the other way around.
+    let guest = boot(guest_with(&pool, "interface=virtio-blk"), "/dev/vda")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && cd /mnt/t && \
+         sha256sum -c first.sum second.sum && rm first && sync && fstrim . && cd / && umount /mnt/t",
+    )?;
+    guest.power_off()?;
+    let guest = again()?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!(
+            "e2fsck -fn /dev/pmem0s && {MOUNT} && cd /mnt/t && sha256sum -c second.sum && \
+             dd if=/dev/urandom of=third bs=1M count=24 && sync"
+        ),
+    )?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// Descriptors of a process, each with its target.
+fn descriptors(pid: u32) -> Result<Vec<(u32, String)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        let target = fs::read_link(entry.path())?.display().to_string();
+        found.push((entry.file_name().to_string_lossy().parse()?, target));
+    }
+    Ok(found)
+}
+
+/// The thread that fills holes is stopped. The kernel ends a VM only when its page faults have
+/// ended, so the kill succeeds only if the userfaultfd is closed first.
+fn killed_while_a_store_waits(interface: &str) -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let guest = guest_with(&pool, &format!("{THIN},interface={interface}"));
+    let guest = boot(guest, "/dev/pmem0s")?;
+    let fds = descriptors(guest.pid())?;
+    let (userfaults, _) = fds
+        .iter()
+        .find(|(_, target)| target == "anon_inode:[userfaultfd]")
+        .with_context(|| format!("No userfaultfd: {fds:?}"))?;
+    let kvm = fds.iter().filter(|(_, target)| target.starts_with("anon_inode:kvm-"));
+    ensure!(kvm.clone().count() > 1, "No descriptors of KVM: {fds:?}");
+    ensure!(kvm.clone().all(|(fd, _)| fd < userfaults), "{fds:?}");
+
+    let stopped = TracedThread::stop(guest.pid(), "_holes")?;
+    let write = "dd if=/dev/zero of=/dev/pmem0s bs=1M count=8 seek=40 oflag=direct";
+    let script = guest.start_script(IO_LIMIT, write)?;
+    let info = format!("/proc/{}/fdinfo/{userfaults}", guest.pid());
+    guest.wait_until("a store waits", IO_LIMIT, || {
+        Ok(fs::read_to_string(&info)?
+            .lines()
+            .any(|line| line.strip_prefix("total:").is_some_and(|count| count.trim() != "0")))
+    })?;
+    guest.kill_now()?;
+    stopped.wait_for_end()?;
+    guest.kill9()?;
+    drop(script);
+    pool.check()?;
+    let guest = boot(guest_with(&pool, "interface=virtio-blk"), "/dev/vda")?;
+    guest.run_within(IO_LIMIT, "dd if=/dev/vda bs=1M | cmp -n 94371840 - /dev/zero")?;
+    guest.power_off()
 }
 
 fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
