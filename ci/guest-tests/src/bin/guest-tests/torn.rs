@@ -9,7 +9,10 @@ use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::torn::{Format, Interface, KillTime, Setup, Until, Victim, run_rounds, seed};
+use guest_tests::user::need_root;
 use guest_tests::{Disk, Kernel, Pool, torn};
+
+use crate::volume_thin::USERFAULTS;
 
 guest_tests::tests![
     kills_with_an_nvdimm_tear_nothing: 600 x several =>
@@ -23,9 +26,9 @@ guest_tests::tests![
     kills_with_a_thin_volume_tear_nothing: 600 (long) x several =>
         kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::VirtioBlk) }),
     kills_with_a_thin_nvdimm_tear_nothing: 600 (long) x several =>
-        kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::Nvdimm) }),
+        kills_of_a_mapped_thin_volume(Interface::Nvdimm),
     kills_with_a_thin_volume_by_virtio_pmem_tear_nothing: 600 (long) =>
-        kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(Interface::VirtioPmem) }),
+        kills_of_a_mapped_thin_volume(Interface::VirtioPmem),
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
         after_power_cut(Setup::new(Interface::Nvdimm))?.ensure_no_faults(),
@@ -51,6 +54,11 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
     println!("{setup}: {tally}");
     ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
     Ok(())
+}
+
+fn kills_of_a_mapped_thin_volume(interface: Interface) -> Result<()> {
+    need_root(USERFAULTS)?;
+    kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(interface) })
 }
 
 /// Each flush in the guest causes a flush of the host's file system.

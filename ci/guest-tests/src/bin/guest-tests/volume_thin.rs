@@ -6,6 +6,7 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 use guest_tests::pool::pmvol;
 use guest_tests::traced_thread::TracedThread;
+use guest_tests::user::need_root;
 use guest_tests::{Guest, GuestBuilder, Pool, Script};
 use serde_json::json;
 
@@ -37,6 +38,9 @@ guest_tests::tests![
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
+
+/// Step of mapping a thin volume that needs root.
+pub(crate) const USERFAULTS: &str = "open /dev/userfaultfd";
 
 fn boot(builder: GuestBuilder, device: &str) -> Result<Guest> {
     let guest = builder.boot()?;
@@ -182,6 +186,7 @@ fn mapped_bytes(guest: &Guest) -> Result<f64> {
 }
 
 fn only_stores_allocate_chunks(interface: &str) -> Result<()> {
+    need_root(USERFAULTS)?;
     let pool = Pool::create("256M")?;
     let guest = guest_with(&pool, &format!("{THIN},interface={interface}"));
     let guest = boot(guest, "/dev/pmem0s")?;
@@ -214,6 +219,7 @@ fn only_stores_allocate_chunks(interface: &str) -> Result<()> {
 
 fn thin_nvdimm_keeps_files_over_reboots_and_kills() -> Result<()> {
     const MOUNT: &str = "mkdir -p /mnt/t && mount -t ext4 /dev/pmem0s /mnt/t";
+    need_root(USERFAULTS)?;
     let pool = Pool::create("256M")?;
     let guest = boot(guest_with(&pool, &format!("{THIN},interface=nvdimm")), "/dev/pmem0s")?;
     guest.run_within(
@@ -274,6 +280,7 @@ fn descriptors(pid: u32) -> Result<Vec<(u32, String)>> {
 /// The thread that fills holes is stopped. The kernel ends a VM only when its page faults have
 /// ended, so the kill succeeds only if the userfaultfd is closed first.
 fn killed_while_a_store_waits(interface: &str) -> Result<()> {
+    need_root(USERFAULTS)?;
     let pool = Pool::create("256M")?;
     let guest = guest_with(&pool, &format!("{THIN},interface={interface}"));
     let guest = boot(guest, "/dev/pmem0s")?;
