@@ -271,8 +271,9 @@ fn descriptors(pid: u32) -> Result<Vec<(u32, String)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        let target = fs::read_link(entry.path())?.display().to_string();
-        found.push((entry.file_name().to_string_lossy().parse()?, target));
+        // The process may have closed the descriptor.
+        let Ok(target) = fs::read_link(entry.path()) else { continue };
+        found.push((entry.file_name().to_string_lossy().parse()?, target.display().to_string()));
     }
     Ok(found)
 }
