@@ -64,6 +64,17 @@ fn allocated_bytes(guest: &Guest) -> Result<u64> {
     Ok(bytes)
 }
 
+/// Live bytes of the volume. Checks that the API and the metrics report the same.
+fn live_bytes(guest: &Guest) -> Result<u64> {
+    let volumes = guest.get("vm.volumes")?;
+    let bytes = volumes["volumes"][0]["live_bytes"].as_u64();
+    let bytes = bytes.with_context(|| format!("No live_bytes: {volumes}"))?;
+    let labels = [("volume", "data"), ("interface", "virtio-blk")];
+    let metric = guest.metric("foreshore_volume_live_bytes", &labels)?;
+    ensure!(metric == bytes as f64, "The metric is {metric}, but the API reports {bytes}");
+    Ok(bytes)
+}
+
 fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     let pool = Pool::create("256M")?;
     let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
@@ -77,21 +88,28 @@ fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     guest.run_within(IO_LIMIT, "blkdiscard /dev/vda")?;
     ensure!(allocated_bytes(&guest)? == empty, "Reads or discards have allocated chunks");
 
+    ensure!(live_bytes(&guest)? == 0, "{}", guest.get("vm.volumes")?);
+
     let write = "dd if=/dev/urandom of=/dev/vda bs=1M count=20 seek=40 oflag=direct";
     guest.run_within(IO_LIMIT, write)?;
+    ensure!(live_bytes(&guest)? == 20 * MIB, "{}", guest.get("vm.volumes")?);
     let written = allocated_bytes(&guest)?;
     // The data may begin and end within chunks. The map and the lanes' blocks need a few more.
     ensure!((20 * MIB..=32 * MIB).contains(&(written - empty)), "{empty} bytes grew to {written}");
     guest.run_within(IO_LIMIT, write)?;
+    ensure!(live_bytes(&guest)? == 20 * MIB, "{}", guest.get("vm.volumes")?);
     let again = allocated_bytes(&guest)?;
     // 256 lanes have a block each, which a write exchanges with the block of its sector.
     ensure!(again - written <= 2 * MIB, "Overwrites increased {written} bytes to {again}");
+    guest.run_within(IO_LIMIT, "blkdiscard -o 52428800 -l 5242880 /dev/vda")?;
+    ensure!(live_bytes(&guest)? == 15 * MIB, "{}", guest.get("vm.volumes")?);
+    let left = allocated_bytes(&guest)?;
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;
     let info = pool.info()?;
     ensure!(info["promised_bytes"] == 96 * MIB, "{info}");
-    ensure!(info["volume_bytes"] == again, "{info}");
+    ensure!(info["volume_bytes"] == left, "{info}");
     Ok(())
 }
 
