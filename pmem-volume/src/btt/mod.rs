@@ -20,6 +20,7 @@ mod engine;
 mod error;
 mod extend;
 mod flog;
+mod free_report;
 mod layout;
 mod map_reader;
 mod reader;
@@ -36,6 +37,7 @@ pub use content::{holds_data, live_bytes, usable_bytes};
 pub use engine::{ArenaStatus, BulkLoad, Engine, Fault};
 pub use error::BttError;
 pub use extend::{Extension, extend};
+pub use free_report::{GuestAccess, release_reported};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
     START_BYTES, volume_bytes_for,

@@ -38,8 +38,8 @@ pub(super) fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry
 }
 
 /// Writes sectors like the Linux driver, one lane at a time.
-pub(super) struct Writer<'a> {
-    media: &'a MemoryMedia,
+pub(super) struct Writer<'a, M> {
+    media: &'a M,
     pub(super) arena: ArenaInfo,
     /// Free block, next sequence number and next slot of each lane.
     pub(super) lanes: Vec<(u32, u32, usize)>,
@@ -47,8 +47,8 @@ pub(super) struct Writer<'a> {
     second: usize,
 }
 
-impl<'a> Writer<'a> {
-    pub(super) fn new(media: &'a MemoryMedia, second: usize) -> Self {
+impl<'a, M: Media> Writer<'a, M> {
+    pub(super) fn new(media: &'a M, second: usize) -> Self {
         let (arena, _) = read_arena(media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
         let recovery = recover(media, &arena);
         assert!(recovery.redo.is_empty(), "the volume is recovered before the writer starts");
@@ -71,8 +71,12 @@ impl<'a> Writer<'a> {
             self.media.store(entry_at + at as u64 * 8, half.map(u32::to_le).as_bytes()).unwrap();
         }
         if steps >= 4 {
-            let entry = (free | MAP_ERROR | MAP_ZERO).to_le_bytes();
-            self.media.store(self.arena.map_at + u64::from(sector) * 4, &entry).unwrap();
+            // Simulated media stores whole words.
+            let at = self.arena.map_at + u64::from(sector / 2 * 2) * MAP_ENTRY_BYTES;
+            let shift = sector % 2 * 32;
+            let other = self.media.load_word(at).unwrap() & !(u64::from(u32::MAX) << shift);
+            let entry = u64::from(free | MAP_ERROR | MAP_ZERO) << shift;
+            self.media.store_word(at, other | entry).unwrap();
         }
         if steps >= 3 {
             self.lanes[lane] = (old, sequence % 3 + 1, 1 - slot);

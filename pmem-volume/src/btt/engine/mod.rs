@@ -48,7 +48,7 @@ mod readers;
 mod release;
 mod release_budget;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

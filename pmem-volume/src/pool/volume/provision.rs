@@ -44,6 +44,11 @@ impl<M: Media> Volume<M> {
         }
     }
 
+    /// Returns the offset in the file of the chunk at an index of a thin volume. `None` for a hole.
+    pub fn chunk_offset(&self, index: u32) -> Option<u64> {
+        self.map.as_ref()?.get(index).map(ChunkId::offset_bytes)
+    }
+
     /// Returns true if the pool may have the space that the last failed allocation lacked. Also
     /// returns true if the pool has failed, because another attempt then returns the failure.
     pub fn has_space(&self) -> bool {

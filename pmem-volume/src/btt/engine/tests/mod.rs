@@ -55,7 +55,7 @@ pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
 
 /// Formats an arena with few sectors and lanes in place of the one that Linux would create. Blocks
 /// are reused soon, and an image opens quickly.
-pub(super) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
+pub(in crate::btt) fn format_small(media: &(impl Media + ?Sized), sectors: u32, lanes: u32) {
     Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
     let mut info = InfoBytes::new_zeroed();
     media.read(START_BYTES, info.as_mut_bytes()).unwrap();

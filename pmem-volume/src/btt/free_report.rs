@@ -1,0 +1,385 @@
+//! Space that a guest reports as free while its own driver uses the BTT.
+//!
+//! A unit can be released only if each of its blocks belongs to a reported sector. The driver keeps
+//! free blocks and map entries in its memory and may store to all other blocks at any time, also to
+//! those of discarded and never-written sectors. A store to a block of a reported sector requires
+//! that the sector is written, which contradicts the report.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::arena::ArenaInfo;
+use super::arena_walk::arenas;
+use super::flog::{decode_map, recover};
+use super::map_reader::{MapReader, stored_parts};
+use crate::media::{Media, MediaError};
+
+/// Access of the guest to a mapped volume.
+pub trait GuestAccess {
+    /// Takes access to units from the guest. Its stores there wait, and its loads return zeros.
+    fn withdraw(&mut self, units: &[Range<u64>]) -> Result<(), MediaError>;
+
+    /// Gives access back. Units that were released are holes.
+    fn give_back(&mut self, units: &[Range<u64>]) -> Result<(), MediaError>;
+}
+
+/// Minimum number of units that are released together.
+const MIN_GROUP: usize = 256;
+/// Maximum number of groups, because each of them reads the map once more.
+const MAX_GROUPS: usize = 64;
+
+/// Releases units that contain nothing except `free` bytes of the disk, which the guest must not
+/// use during the call. Returns the number of released bytes.
+///
+/// 1. Find the units.
+/// 2. Take access to a group of them from the guest.
+/// 3. Make the volume durable. Otherwise, a power failure could restore a map entry that names a
+///    block in a unit.
+/// 4. Keep units in which a block has another owner now. The guest's report was wrong then.
+/// 5. Release the others, durably, and give access back.
+pub fn release_reported(
+    space: &impl Media,
+    free: &[Range<u64>],
+    access: &mut dyn GuestAccess,
+) -> Result<u64, MediaError> {
+    let Some(unit_bytes) = space.release_unit_bytes() else { return Ok(0) };
+    let mut units = reported_units(space, unit_bytes, free)?;
+    units.retain(|unit| !matches!(space.next_data(unit.clone()), Ok(None)));
+    let mut released_bytes = 0;
+    for group in units.chunks(MIN_GROUP.max(units.len().div_ceil(MAX_GROUPS))) {
+        let released = access.withdraw(group).and_then(|()| release_group(space, group, free));
+        access.give_back(group)?;
+        released_bytes += released? * unit_bytes;
+    }
+    Ok(released_bytes)
+}
+
+/// Performs steps 3 to 5 for units to which the guest has no access. Returns the number of released
+/// units.
+fn release_group(
+    space: &impl Media,
+    group: &[Range<u64>],
+    free: &[Range<u64>],
+) -> Result<u64, MediaError> {
+    space.persist(&stored_parts(space, &(0..space.len_bytes())))?;
+    let unit_bytes = group[0].end - group[0].start;
+    let mut still = reported_units(space, unit_bytes, free)?;
+    still.retain(|unit| group.binary_search_by_key(&unit.start, |other| other.start).is_ok());
+    let kept = space.release(&still, &|_| false)?;
+    Ok((still.len() - kept.len()) as u64)
+}
+
+/// Blocks of a unit, a bit for each.
+struct UnitBlocks {
+    first: u64,
+    reported: Vec<u64>,
+    missing: u64,
+}
+
+impl UnitBlocks {
+    fn of(info: &ArenaInfo, unit: &Range<u64>) -> Self {
+        let block_bytes = u64::from(info.block_bytes);
+        let first = (unit.start - info.data_at) / block_bytes;
+        let blocks = (unit.end - info.data_at).div_ceil(block_bytes) - first;
+        Self { first, reported: vec![0; blocks.div_ceil(64) as usize], missing: blocks }
+    }
+
+    /// Marks a block as reported. A damaged map may name it twice.
+    fn mark(&mut self, block: u32) {
+        let index = u64::from(block) - self.first;
+        let (word, bit) = (&mut self.reported[(index / 64) as usize], 1 << (index % 64));
+        self.missing -= u64::from(*word & bit == 0);
+        *word |= bit;
+    }
+}
+
+/// Returns the units, in order, that can be released if the guest does not use the bytes `free` of
+/// its disk. Units with other parts of an arena, and units of damaged arenas, are omitted.
+fn reported_units(
+    space: &impl Media,
+    unit_bytes: u64,
+    free: &[Range<u64>],
+) -> Result<Vec<Range<u64>>, MediaError> {
+    let mut units = Vec::new();
+    let mut first_sector = 0;
+    for arena in arenas(space) {
+        // The sectors of later arenas are unknown without the size of this one.
+        let Ok((info, _)) = arena else { break };
+        let sectors = sectors_of(&info, first_sector, free);
+        units.extend(units_of_arena(space, &info, unit_bytes, &sectors)?);
+        first_sector += u64::from(info.sectors);
+    }
+    Ok(units)
+}
+
+/// Returns the whole sectors of an arena in ranges of the disk, numbered from its first.
+fn sectors_of(info: &ArenaInfo, first_sector: u64, free: &[Range<u64>]) -> Vec<Range<u32>> {
+    let sector_bytes = u64::from(info.sector_bytes);
+    let number = |sector: u64| sector.saturating_sub(first_sector).min(info.sectors.into()) as u32;
+    let sectors = free
+        .iter()
+        .map(|range| number(range.start.div_ceil(sector_bytes))..number(range.end / sector_bytes));
+    sectors.filter(|sectors| !sectors.is_empty()).collect()
+}
+
+fn units_of_arena(
+    space: &impl Media,
+    info: &ArenaInfo,
+    unit_bytes: u64,
+    sectors: &[Range<u32>],
+) -> Result<Vec<Range<u64>>, MediaError> {
+    let recovery = recover(space, info);
+    if sectors.is_empty() || !recovery.findings.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut units = BTreeMap::new();
+    for sectors in sectors {
+        let mut reader = MapReader::new(space, info, sectors.clone());
+        while let Some(piece) = reader.read_next() {
+            for (sector, entry) in piece?.iter() {
+                let block = decode_map(sector, entry).block;
+                for unit in units_with(info, unit_bytes, block) {
+                    let blocks = units.entry(unit.start);
+                    blocks.or_insert_with(|| UnitBlocks::of(info, &unit)).mark(block);
+                }
+            }
+        }
+    }
+    // A lane stores to its free block before it changes the map.
+    for (block, _) in &recovery.free {
+        for unit in units_with(info, unit_bytes, *block) {
+            units.remove(&unit.start);
+        }
+    }
+    let whole = units.into_iter().filter(|(_, blocks)| blocks.missing == 0);
+    Ok(whole.map(|(start, _)| start..start + unit_bytes).collect())
+}
+
+/// Returns the units with a part of a block that consist only of blocks. There is none if a damaged
+/// map names a block outside the arena.
+fn units_with(
+    info: &ArenaInfo,
+    unit_bytes: u64,
+    block: u32,
+) -> impl Iterator<Item = Range<u64>> + use<> {
+    let blocks = info.data_at..info.data_at + u64::from(info.blocks) * u64::from(info.block_bytes);
+    let bytes = if block < info.blocks { info.data_range(block) } else { 0..0 };
+    let units = bytes.start / unit_bytes..bytes.end.div_ceil(unit_bytes);
+    let units = units.map(move |unit| unit * unit_bytes..(unit + 1) * unit_bytes);
+    units.filter(move |unit| blocks.start <= unit.start && unit.end <= blocks.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::btt::arena::read_arena;
+    use crate::btt::engine::tests::format_small;
+    use crate::btt::flog::read_map;
+    use crate::btt::layout::{PAGE_BYTES, START_BYTES};
+    use crate::btt::reader::Reader;
+    use crate::btt::tests::{VOLUME_BYTES, Writer};
+    use crate::media::MemoryMedia;
+    use crate::media::simulator::{Random, Simulator};
+    use crate::media::thin::ThinMedia;
+
+    const SECTORS: u32 = 48;
+    const LANES: u32 = 4;
+    const UNIT_BYTES: u64 = 4 * PAGE_BYTES;
+    const WRITE_STEPS: u32 = 5;
+
+    fn bytes_of(sectors: Range<u64>) -> Range<u64> {
+        sectors.start * PAGE_BYTES..sectors.end * PAGE_BYTES
+    }
+
+    /// Writes random sectors like Linux. The last write of each lane may be incomplete.
+    fn write_some(media: &MemoryMedia, random: &mut Random) {
+        let mut writer = Writer::new(media, 1);
+        for number in 0..100 {
+            let [lane, sector] = [LANES, SECTORS].map(|end| random.below(u64::from(end)) as u32);
+            writer.write(lane as usize, sector, &[number; PAGE_BYTES as usize], WRITE_STEPS);
+        }
+        for lane in 0..LANES {
+            let sector = random.below(u64::from(SECTORS)) as u32;
+            let steps = random.below(u64::from(WRITE_STEPS)) as u32;
+            writer.write(lane as usize, sector, &[0xaa; PAGE_BYTES as usize], steps);
+        }
+    }
+
+    /// Blocks that the driver may read or write.
+    struct UsedBlocks {
+        of_sectors: Vec<u32>,
+        of_lanes: Vec<u32>,
+    }
+
+    impl UsedBlocks {
+        fn find(media: &MemoryMedia, info: &ArenaInfo, free: &[Range<u64>]) -> Self {
+            let recovery = recover(media, info);
+            let is_used = |sector: &u64| !free.iter().any(|range| range.contains(sector));
+            let sectors = (0..u64::from(SECTORS)).filter(is_used).map(|sector| sector as u32);
+            let mapped = sectors.map(|sector| read_map(media, info, sector).unwrap().block);
+            Self {
+                of_sectors: mapped.chain(recovery.redo.values().copied()).collect(),
+                of_lanes: recovery.free.iter().map(|(block, _)| *block).collect(),
+            }
+        }
+
+        fn any_in(&self, unit: &Range<u64>, info: &ArenaInfo) -> bool {
+            holds_any(unit, info, &self.of_sectors) || holds_any(unit, info, &self.of_lanes)
+        }
+
+        /// Broken variant of [`reported_units`], which ignores the lanes.
+        fn units_without_sectors(&self, info: &ArenaInfo) -> impl Iterator<Item = Range<u64>> {
+            let end = info.block_at(info.blocks - 1) + PAGE_BYTES;
+            let units = info.data_at.div_ceil(UNIT_BYTES)..end / UNIT_BYTES;
+            let units = units.map(|unit| unit * UNIT_BYTES..(unit + 1) * UNIT_BYTES);
+            units.filter(|unit| !holds_any(unit, info, &self.of_sectors))
+        }
+    }
+
+    fn holds_any(unit: &Range<u64>, info: &ArenaInfo, blocks: &[u32]) -> bool {
+        let mut starts = blocks.iter().map(|block| info.block_at(*block));
+        starts.any(|at| at < unit.end && unit.start < at + PAGE_BYTES)
+    }
+
+    #[test]
+    fn no_unit_has_blocks_that_the_driver_uses() {
+        let (mut random, mut units_found, mut caught) = (Random::new(24), 0, 0);
+        for _ in 0..300 {
+            let media = MemoryMedia::new(VOLUME_BYTES);
+            format_small(&media, SECTORS, LANES);
+            let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+            write_some(&media, &mut random);
+            let from = random.below(u64::from(SECTORS));
+            let free = [0..from.saturating_sub(3), from..u64::from(SECTORS)];
+            let used = UsedBlocks::find(&media, &info, &free);
+            let units = reported_units(&media, UNIT_BYTES, &free.clone().map(bytes_of)).unwrap();
+            assert!(!units.iter().any(|unit| used.any_in(unit, &info)), "{units:?}");
+            units_found += units.len();
+            let mut broken = used.units_without_sectors(&info);
+            caught += usize::from(broken.any(|unit| used.any_in(&unit, &info)));
+        }
+        assert!(units_found > 300, "{units_found}");
+        assert!(caught > 100, "{caught}");
+    }
+
+    /// Access that the guest has all the time.
+    struct Shared<F>(F);
+
+    impl<F: FnMut()> GuestAccess for Shared<F> {
+        fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            self.0();
+            Ok(())
+        }
+
+        fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            Ok(())
+        }
+    }
+
+    fn thin<M: Media>(media: M) -> ThinMedia<M> {
+        ThinMedia::new(media, VOLUME_BYTES, UNIT_BYTES).with_reuse()
+    }
+
+    fn new_simulator() -> Simulator {
+        let media = Simulator::new(ThinMedia::<Simulator>::wrapped_bytes(VOLUME_BYTES, UNIT_BYTES));
+        format_small(&thin(&media), SECTORS, LANES);
+        media
+    }
+
+    fn fill(writer: &mut Writer<'_, impl Media>, sectors: Range<u32>, version: u8) {
+        for sector in sectors {
+            let lane = (sector % LANES) as usize;
+            writer.write(lane, sector, &[version; PAGE_BYTES as usize], WRITE_STEPS);
+        }
+    }
+
+    /// Returns the first sector whose content is not one of `versions`.
+    fn wrong_sector(media: impl Media, sectors: Range<u32>, versions: &[u8]) -> Option<u32> {
+        let thin = thin(media);
+        let reader = Reader::open(&thin).unwrap();
+        let mut bytes = [0; PAGE_BYTES as usize];
+        sectors.into_iter().find(|sector| {
+            reader.read(u64::from(*sector), &mut bytes).unwrap();
+            !versions.iter().any(|version| bytes == [*version; PAGE_BYTES as usize])
+        })
+    }
+
+    /// Releases the units of free sectors. The broken variant omits steps 3 and 4 of
+    /// [`release_reported`].
+    fn release(space: &impl Media, free: &[Range<u64>], mut write: impl FnMut(), is_broken: bool) {
+        if is_broken {
+            let units = reported_units(space, UNIT_BYTES, free).unwrap();
+            write();
+            assert_eq!(space.release(&units, &|_| false).unwrap(), []);
+        } else {
+            let bytes = release_reported(space, free, &mut Shared(write)).unwrap();
+            assert!(bytes >= 4 * UNIT_BYTES, "{bytes}");
+        }
+    }
+
+    const FREE: Range<u32> = 16..48;
+
+    #[test]
+    fn power_failure_after_a_release_loses_no_other_sector() {
+        for is_broken in [false, true] {
+            let media = new_simulator();
+            let thin = thin(&media);
+            let mut writer = Writer::new(&thin, 1);
+            fill(&mut writer, 0..SECTORS, 1);
+            media.persist_range(0..media.len_bytes()).unwrap();
+            media.record();
+            // Blocks of other sectors become blocks of free sectors, but not durably.
+            for _ in 0..3 {
+                fill(&mut writer, 0..FREE.start, 2);
+                fill(&mut writer, FREE, 2);
+            }
+            release(&thin, &[bytes_of(16..48)], || {}, is_broken);
+            let last = media.take_points().pop().unwrap();
+            // After a kill without a power failure, all stores are visible.
+            assert_eq!(wrong_sector(last.killed(), 0..FREE.start, &[2]), None);
+            let lost = last.images(1, &mut Random::new(1)).remove(0);
+            assert_eq!(wrong_sector(lost, 0..FREE.start, &[1, 2]).is_some(), is_broken);
+        }
+    }
+
+    #[test]
+    fn wrong_report_loses_no_other_sector() {
+        for is_broken in [false, true] {
+            let media = new_simulator();
+            let thin = thin(&media);
+            let mut writer = Writer::new(&thin, 1);
+            fill(&mut writer, 0..SECTORS, 1);
+            // The blocks of the free sectors become blocks of other sectors.
+            let write = || {
+                fill(&mut writer, 20..24, 2);
+                fill(&mut writer, 0..4, 2);
+            };
+            release(&thin, &[bytes_of(16..48)], write, is_broken);
+            assert_eq!(wrong_sector(&media, 0..FREE.start, &[1, 2]).is_some(), is_broken);
+        }
+    }
+
+    #[test]
+    fn only_whole_sectors_of_the_disk_are_reported() {
+        let media = MemoryMedia::new(VOLUME_BYTES);
+        format_small(&media, SECTORS, LANES);
+        let units = |free: &[Range<u64>]| reported_units(&media, UNIT_BYTES, free).unwrap().len();
+        let all = units(&[bytes_of(0..48)]);
+        assert!(all >= 10, "{all}");
+        assert_eq!(units(&[]), 0);
+        // The ranges overlap, and one exceeds the disk.
+        assert_eq!(units(&[0..40 * PAGE_BYTES, 20 * PAGE_BYTES..u64::MAX]), all);
+        let halves: Vec<_> =
+            (0..48).map(|sector| sector * PAGE_BYTES..sector * PAGE_BYTES + 4095).collect();
+        assert_eq!(units(&halves), 0);
+    }
+
+    #[test]
+    fn damaged_arena_has_no_units() {
+        let media = MemoryMedia::new(VOLUME_BYTES);
+        format_small(&media, SECTORS, LANES);
+        let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+        media.store(info.flog_at, &[0xff; 16]).unwrap();
+        assert_eq!(reported_units(&media, UNIT_BYTES, &[bytes_of(0..48)]).unwrap(), []);
+    }
+}
