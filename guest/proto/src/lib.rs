@@ -24,6 +24,7 @@ mod pace;
 mod refusal;
 mod reserve;
 mod scale;
+mod trim;
 mod verify;
 mod wire;
 
@@ -41,6 +42,10 @@ pub use reserve::{
     reserve_ratios, reserved_bytes, reserved_pages,
 };
 pub use scale::scale;
+pub use trim::{
+    MAX_RANGES_PER_LINE, MAX_TRIM_RANGES, TRIM_PORT, TrimAnswer, TrimMessage, decode_trim_answer,
+    decode_trim_message,
+};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
     Blocks, Cause, Counters, KernelUse, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy,

@@ -435,7 +435,7 @@ struct Kind<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Checks that `line` is an object of this version and that its type is one of `kinds`. Returns its
 /// type, and the line as text.
-fn open_envelope<'a>(
+pub(crate) fn open_envelope<'a>(
     line: &'a [u8],
     kinds: &[&'static str],
 ) -> Result<(&'static str, &'a str), Refusal> {
