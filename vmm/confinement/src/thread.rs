@@ -32,7 +32,7 @@ pub enum ThreadKind {
     ConsoleFile,
     /// Erases chunks of a pool, and allocates them ahead.
     Scrubber,
-    /// Fills holes of mapped thin volumes.
+    /// Fills holes of mapped thin volumes, and releases chunks that the guest does not use.
     Holes,
 }
 
@@ -65,7 +65,7 @@ impl ThreadKind {
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,
             "pool-scrubber" | "_stock" => Self::Scrubber,
-            "_holes" => Self::Holes,
+            "_holes" | "_trim" => Self::Holes,
             "_vcpus" => Self::Vcpu,
             _ if is_numbered(name, "vcpu") => Self::Vcpu,
             _ => {

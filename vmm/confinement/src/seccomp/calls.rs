@@ -337,9 +337,14 @@ fn scrubber() -> Vec<Allowed> {
     [transfers(), always(&[SYS_mincore])].concat()
 }
 
-/// Allocation of chunks for stores of the guest, and their mapping.
+/// Allocation of chunks for stores of the guest, and their mapping. Release of other chunks.
 fn holes() -> Vec<Allowed> {
-    [scrubber(), always(&[SYS_poll]), ioctl(&[request::UFFDIO_WAKE])].concat()
+    [
+        scrubber(),
+        always(&[SYS_poll]),
+        ioctl(&[request::UFFDIO_REGISTER, request::UFFDIO_WAKE, request::UFFDIO_WRITEPROTECT]),
+    ]
+    .concat()
 }
 
 /// Construction of VMs and devices. Other threads inherit this filter, and then add their own.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::trim::TrimService;
 use super::{DeviceWork, EventEmitter, SetupResult};
 use crate::bus::{Bus, IoEvents};
 use crate::entry_inhibitor::EntryInhibitor;
@@ -61,6 +62,8 @@ pub struct DeviceContext {
     /// Threads on which devices work.
     pub work: Arc<DeviceWork>,
     pub emitter: EventEmitter,
+    /// Service for commands of the guest that release space of volumes.
+    pub trims: TrimService,
     pub machine: MachineParts,
 }
 
@@ -80,6 +83,7 @@ impl DeviceContext {
             inhibitor,
             work: DeviceWork::new(Vec::new()),
             emitter: EventEmitter::new(machine.events.clone()),
+            trims: TrimService::start()?,
             machine,
         })
     }

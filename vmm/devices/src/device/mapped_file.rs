@@ -3,6 +3,7 @@
 use rustix::fs::fstat;
 
 use super::{DeviceContext, SetupResult};
+use crate::memory::holes::ChunkAccess;
 use crate::memory::layout::GuestRange;
 use crate::memory::lost_memory::{RangeSource, WatchedRange};
 use crate::memory::{FileMapping, MappedRange, Memory};
@@ -34,6 +35,11 @@ impl MappedFile {
         let range = memory.add_file_range(mapping)?;
         let _watched = context.lost.watch_mapped(source, &range.reservation, file, end)?;
         Ok(Self { _watched, range })
+    }
+
+    /// Returns a handle that takes access to chunks from the guest, if the guest fills holes.
+    pub fn chunk_access(&self) -> Option<ChunkAccess> {
+        self.range.chunk_access()
     }
 
     /// Range of guest memory.

@@ -14,6 +14,7 @@ mod mapped_file;
 mod switch;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod trim;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -24,6 +25,7 @@ pub use self::device_work::DeviceWork;
 pub use self::event_emitter::EventEmitter;
 pub use self::mapped_file::MappedFile;
 pub use self::switch::Switch;
+pub use self::trim::{TrimService, TrimVolume};
 
 /// Error from building a device. The cause is in the device itself, in its transport or on the bus.
 pub type SetupError = Box<dyn std::error::Error + Send + Sync>;

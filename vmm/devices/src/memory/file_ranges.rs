@@ -11,7 +11,7 @@ use vm_memory::GuestAddress;
 
 use super::backing::{Access, HeldMappings, MappingBudget, Reservation};
 use super::build::{MemoryError, region, reserve};
-use super::holes::{HoleFiller, HoleSource};
+use super::holes::{ChunkAccess, HoleFiller, HoleSource};
 use super::layout::GuestRange;
 use super::slots::Slots;
 use super::view::GuestView;
@@ -110,7 +110,7 @@ impl FileRanges {
             Ok(slot) => {
                 self.bytes.fetch_add(guest.len, Ordering::Relaxed);
                 let files = Arc::clone(self);
-                Ok(MappedRange { guest, reservation, slot, files, _holes: holes })
+                Ok(MappedRange { guest, reservation, slot, files, holes })
             }
             Err(err) => {
                 self.remove_region(guest, &reservation);
@@ -126,7 +126,7 @@ impl FileRanges {
         mapping: FileMapping<'_>,
     ) -> Result<Option<(HoleFiller, HeldMappings)>, MemoryError> {
         let (holes, is_mapped) = (mapping.holes(), mapping.mapped_chunks());
-        if holes.is_empty() {
+        if holes.is_empty() && mapping.holes.is_none() {
             return Ok(None);
         }
         let map_all = |map: &dyn Fn(u64, u64) -> io::Result<()>| {
@@ -165,7 +165,14 @@ pub struct MappedRange {
     slot: u32,
     files: Arc<FileRanges>,
     /// Dropped last, because the guest and devices may wait for it until the range is removed.
-    _holes: Option<(HoleFiller, HeldMappings)>,
+    holes: Option<(HoleFiller, HeldMappings)>,
+}
+
+impl MappedRange {
+    /// Returns a handle that takes access to chunks from the guest, if the guest fills holes.
+    pub fn chunk_access(&self) -> Option<ChunkAccess> {
+        self.holes.as_ref().map(|(filler, _)| filler.chunk_access())
+    }
 }
 
 impl Drop for MappedRange {

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use foreshore_confinement::thread::{self, ThreadKind};
 use foreshore_types::size::Size;
 use pmem_volume::btt::{
-    ArenaResult, ArenaStatus, BttError, Engine, InfoError, InfoSource, arenas, is_replaced,
+    ArenaResult, ArenaStatus, BttError, Engine, GuestAccess, InfoError, InfoSource, arenas,
+    is_replaced, release_reported,
 };
 use pmem_volume::media::{Media, MediaError};
 use pmem_volume::pool::{Finding, Run, Scrubber, Shrink};
@@ -179,6 +180,10 @@ impl PoolVolume for Volume {
         Volume::allocated_bytes(self)
     }
 
+    fn is_thin(&self) -> bool {
+        self.release_unit_bytes().is_some()
+    }
+
     fn provision(&self, index: u32) -> Result<u64, MediaError> {
         self.provision_chunk(index)
     }
@@ -188,6 +193,23 @@ impl PoolVolume for Volume {
         // The VMM does not read a volume that it maps.
         let unit = start..start + CHUNK_BYTES;
         Media::release(self, std::slice::from_ref(&unit), &|_| false).map(drop)
+    }
+
+    fn chunk_offset(&self, index: u32) -> Option<u64> {
+        Volume::chunk_offset(self, index)
+    }
+
+    fn btt_uuid(&self) -> Option<String> {
+        let (first, _) = arenas(self).into_iter().next()?.ok()?;
+        Some(first.uuid.to_string())
+    }
+
+    fn release_reported(
+        &self,
+        free: &[Range<u64>],
+        access: &mut dyn GuestAccess,
+    ) -> Result<u64, MediaError> {
+        release_reported(self, free, access)
     }
 
     /// Completes the recovery of the BTT. Map entries that the engine has stored need not be

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 pub use local::LocalPool;
 pub use metrics::PoolMetrics;
-use pmem_volume::btt::BttError;
+use pmem_volume::btt::{BttError, GuestAccess};
 use pmem_volume::media::MediaError;
 pub use pmem_volume::pool::VolumeExtent;
 pub use pmem_volume::{
@@ -43,12 +43,29 @@ pub trait PoolVolume: Persist {
     /// Bytes of the pool that the volume occupies.
     fn allocated_bytes(&self) -> u64;
 
+    /// Returns true if chunks of the volume can become holes.
+    fn is_thin(&self) -> bool;
+
     /// Allocates the chunk of a thin volume at an index if it is a hole, durably. A new chunk reads
     /// as zeros. Returns the offset in the pool's file. Takes no lock if the chunk is present.
     fn provision(&self, index: u32) -> Result<u64, MediaError>;
 
-    /// Makes the chunk at an index a hole. It must contain only zeros, and must not be mapped.
+    /// Makes the chunk at an index a hole. It must not be mapped.
     fn release(&self, index: u32) -> Result<(), MediaError>;
+
+    /// Offset in the pool's file of the chunk at an index. `None` for a hole.
+    fn chunk_offset(&self, index: u32) -> Option<u64>;
+
+    /// UUID of the BTT. `None` if the volume has no intact BTT.
+    fn btt_uuid(&self) -> Option<String>;
+
+    /// Releases chunks that contain nothing except `free` bytes of the disk of a guest that uses
+    /// the BTT itself ([`release_reported`](pmem_volume::btt::release_reported)).
+    fn release_reported(
+        &self,
+        free: &[Range<u64>],
+        access: &mut dyn GuestAccess,
+    ) -> Result<u64, MediaError>;
 
     /// Completes the recovery of a BTT that an earlier user may have left unfinished, and makes the
     /// result durable. Call this before the guest can access the media.

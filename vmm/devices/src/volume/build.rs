@@ -10,6 +10,7 @@ use super::compactor::Compactor;
 use super::config::{OnFull, PmVolumeConfig};
 use super::file::PmemFile;
 use super::interface::Chosen;
+use super::mapped_thin::MappedThinVolume;
 use super::metrics::{VolumeCounters, VolumeMetrics};
 use super::pmem_config::PmemConfig;
 use crate::bus::BusRange;
@@ -190,8 +191,7 @@ impl<'a> MappedVolume<'a> {
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
         let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
         let (extents, len_bytes) = (volume.extents(), volume.size_bytes());
-        let present_bytes: u64 = extents.iter().map(|extent| extent.len_bytes()).sum();
-        let holes = match present_bytes < len_bytes && !config.readonly {
+        let holes = match volume.is_thin() && !config.readonly {
             true => Some(hole_source(config, pool, &volume, &watched, context)),
             false => None,
         };
@@ -200,6 +200,11 @@ impl<'a> MappedVolume<'a> {
         let parts = extents.iter().map(part).collect();
         let mapping = FileMapping { file: pool.file(), len_bytes, parts, access, holes };
         let mapped = MappedFile::new(config.source(), mapping, memory, context)?;
+        if let (Some(access), Some(metrics)) = (mapped.chunk_access(), &metrics) {
+            let (name, volume) = (config.name.clone(), Arc::downgrade(&volume));
+            let metrics = Arc::clone(metrics);
+            context.trims.add(Arc::new(MappedThinVolume { name, volume, access, metrics }));
+        }
         Ok(Self { config, volume, watched, mapped, flushes, holes: metrics })
     }
 

@@ -116,12 +116,14 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns the bytes that discards and compactions have released. `None` if the guest cannot
-    /// discard.
+    /// Returns the bytes that discards, compactions and trim commands have released. `None` if the
+    /// volume is not thin.
     fn released_bytes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { device, .. } => device.upgrade()?.released_bytes(),
-            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => {
+                self.holes.as_ref().map(|holes| get(&holes.released_bytes))
+            }
         }
     }
 
@@ -169,7 +171,7 @@ impl Expose for VolumeMetrics {
         let help = "Bytes of a thin volume that were written and not discarded since.";
         let live = self.live_bytes().map(|bytes| (labels.clone(), bytes));
         out.bytes("volume_live", help, live);
-        let help = "Bytes of a thin volume that discards and compaction released.";
+        let help = "Bytes of a thin volume that discards, compaction and trims released.";
         let released = Family("volume_released", help, Some(Unit::Bytes));
         out.counters(released, self.released_bytes().map(|bytes| (labels.clone(), bytes)));
         let help = "Bytes of a thin volume that were moved to release space.";

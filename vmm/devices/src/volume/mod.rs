@@ -8,6 +8,7 @@ pub mod file;
 pub mod guest_btt;
 pub mod interface;
 pub mod kernel_gate;
+mod mapped_thin;
 pub mod metrics;
 pub mod plan;
 pub mod pmem_config;

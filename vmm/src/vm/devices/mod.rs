@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use balloon::proto::VSOCK_PORT;
+use balloon::proto::{TRIM_PORT, VSOCK_PORT};
 use foreshore_devices::bus::BusRange;
 use foreshore_devices::device::{
     AttachedDevice, DeviceContext, DeviceList, InterruptLine, SetupResult,
@@ -142,6 +142,8 @@ pub(in crate::vm) fn build_vsock(
     // agent can use such ports, but other processes in the guest usually cannot.
     let listening = ports.listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone());
     listening.map_err(BuildError::device("--vsock"))?;
+    let trims = ports.listen(TRIM_PORT, GuestPorts::Privileged, context.trims.connections());
+    trims.map_err(BuildError::device("--vsock"))?;
     vsock::build(config, ports, context).map_err(BuildError::device("--vsock"))
 }
 

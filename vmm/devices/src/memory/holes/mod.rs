@@ -9,13 +9,14 @@
 //! fills holes takes no lock of guest memory, of KVM slots or of the VM. Another thread allocates
 //! chunks ahead, so that most stores wait only for the mapping.
 
+mod chunk_access;
 mod stock;
 #[cfg(test)]
 mod tests;
 mod userfault;
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -26,6 +27,8 @@ use parking_lot::{Condvar, Mutex};
 use pmem_volume::media::MediaError;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+pub use self::chunk_access::ChunkAccess;
+use self::chunk_access::{Orders, Withdrawn};
 use self::stock::{Step, Stock, Taken};
 pub use self::userfault::{UserfaultDevice, Userfaults};
 use super::backing::{Access, Reservation};
@@ -48,6 +51,8 @@ pub struct HoleMetrics {
     pub unstocked: AtomicU64,
     /// Chunks that are allocated ahead.
     pub stocked: AtomicU64,
+    /// Bytes that the guest's trim commands have released.
+    pub released_bytes: AtomicU64,
 }
 
 /// Thin volume that the guest may write, and actions for stores that cannot be carried out.
@@ -81,6 +86,7 @@ struct State {
 /// when the guest and devices no longer access the range.
 pub struct HoleFiller {
     end: Arc<OwnedFd>,
+    orders: Arc<Orders>,
     stocked: Arc<Stocked>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -102,8 +108,11 @@ impl HoleFiller {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
+        let orders = Arc::new(Orders::new()?);
         let server = Server {
             end: Arc::clone(&end),
+            orders: Arc::clone(&orders),
+            withdrawn: Withdrawn::new(),
             stocked: Arc::clone(&stocked),
             source,
             userfaults,
@@ -113,12 +122,17 @@ impl HoleFiller {
             reported: None,
         };
         // Dropped in case of an error, which ends the first thread.
-        let mut filler = Self { end, stocked, threads: Vec::new() };
+        let mut filler = Self { end, orders, stocked, threads: Vec::new() };
         let stocked = Arc::clone(&filler.stocked);
         let threads = &mut filler.threads;
         threads.push(spawn_confined(ThreadKind::Scrubber, "_stock", move || stocked.run())?);
         threads.push(spawn_confined(ThreadKind::Holes, "_holes", move || server.run())?);
         Ok(filler)
+    }
+
+    /// Returns a handle that takes access to chunks from the guest.
+    pub fn chunk_access(&self) -> ChunkAccess {
+        ChunkAccess(Arc::clone(&self.orders))
     }
 }
 
@@ -198,6 +212,8 @@ struct Store {
 /// Thread that fills holes.
 struct Server {
     end: Arc<OwnedFd>,
+    orders: Arc<Orders>,
+    withdrawn: Withdrawn,
     stocked: Arc<Stocked>,
     source: HoleSource,
     userfaults: Userfaults,
@@ -222,6 +238,7 @@ impl Server {
     fn run(mut self) {
         let mut waiting: Vec<Store> = Vec::new();
         while self.wait(waiting.is_empty()) {
+            self.obey();
             loop {
                 match self.userfaults.next() {
                     Ok(Some(address)) => waiting.push(Store {
@@ -238,14 +255,15 @@ impl Server {
             }
             waiting.retain_mut(|store| !self.serve(store));
         }
+        self.orders.close();
     }
 
     /// Waits for stores, or for the next attempt to serve those that wait. Returns false at the
     /// end.
     fn wait(&self, is_idle: bool) -> bool {
         let retry = Timespec::try_from(RETRY_INTERVAL).expect("a short time");
-        let mut fds =
-            [PollFd::new(&self.userfaults, PollFlags::IN), PollFd::new(&*self.end, PollFlags::IN)];
+        let mut fds = [self.userfaults.as_fd(), self.end.as_fd(), self.orders.as_fd()]
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         match poll(&mut fds, (!is_idle).then_some(&retry)) {
             Ok(_) => fds[1].revents().is_empty(),
             Err(rustix::io::Errno::INTR) => true,
@@ -256,6 +274,9 @@ impl Server {
     /// Fills the hole, and repeats the store. Returns false if the store waits for space.
     fn serve(&mut self, store: &mut Store) -> bool {
         let at = store.index as usize;
+        if self.withdrawn.contains(&store.index) {
+            return false;
+        }
         if !self.is_mapped[at] {
             if !std::mem::replace(&mut store.is_taken, true) {
                 self.stocked.take(store.index, &self.is_mapped);
@@ -280,9 +301,12 @@ impl Server {
 
     fn fill(&self, index: u32) -> Result<(), FillError> {
         let file_offset = self.source.volume.provision(index).map_err(FillError::Media)?;
+        self.map(index, file_offset).map_err(FillError::Map)
+    }
+
+    fn map(&self, index: u32, file_offset: u64) -> io::Result<()> {
         let (offset, file) = (u64::from(index) * CHUNK_BYTES, self.source.pool.file());
-        let mapped = self.reservation.map_file(offset, CHUNK_BYTES, file, file_offset, self.access);
-        mapped.map_err(FillError::Map)
+        self.reservation.map_file(offset, CHUNK_BYTES, file, file_offset, self.access)
     }
 
     fn report_full(&mut self) {

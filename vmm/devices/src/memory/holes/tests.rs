@@ -1,10 +1,11 @@
 //! Tests with real stores. They are skipped if the user cannot open `/dev/userfaultfd`.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::mpsc;
 
-use pmem_volume::btt::BttError;
+use pmem_volume::btt::{BttError, GuestAccess};
 use pmem_volume::media::Media;
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
@@ -45,6 +46,26 @@ impl PoolVolume for Scripted {
 
     fn allocated_bytes(&self) -> u64 {
         self.volume.allocated_bytes()
+    }
+
+    fn is_thin(&self) -> bool {
+        true
+    }
+
+    fn chunk_offset(&self, index: u32) -> Option<u64> {
+        self.volume.chunk_offset(index)
+    }
+
+    fn btt_uuid(&self) -> Option<String> {
+        self.volume.btt_uuid()
+    }
+
+    fn release_reported(
+        &self,
+        free: &[Range<u64>],
+        access: &mut dyn GuestAccess,
+    ) -> Result<u64, MediaError> {
+        self.volume.release_reported(free, access)
     }
 
     fn provision(&self, index: u32) -> Result<u64, MediaError> {
@@ -266,4 +287,30 @@ fn kernel_without_protection_of_absent_pages_gets_pages_of_zeros() {
         userfaults.wake(at, CHUNK_BYTES).unwrap();
     });
     assert_eq!(load(at), 7);
+}
+
+#[test]
+fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::new([]);
+    let mut access = rig.filler.as_ref().unwrap().chunk_access();
+    let chunk = |index: u64| index * CHUNK_BYTES..(index + 1) * CHUNK_BYTES;
+    rig.store(chunk(3).start, 3);
+    rig.store(chunk(5).start, 5);
+    access.withdraw(&[chunk(3), chunk(5)]).unwrap();
+    assert_eq!((rig.load(chunk(3).start), rig.load(chunk(5).start)), (0, 0));
+    let at = rig.reservation.addr() + chunk(5).start + 8;
+    let waiting = std::thread::spawn(move || store(at, 6));
+    rig.volume.release(5).unwrap();
+    assert!(!waiting.is_finished(), "the store waits");
+    access.give_back(&[chunk(3), chunk(5)]).unwrap();
+    waiting.join().unwrap();
+    assert_eq!(rig.load(chunk(3).start), 3);
+    assert_eq!((rig.load(chunk(5).start), rig.load(chunk(5).start + 8)), (0, 6));
+    let stored = [chunk(3).start, chunk(5).start, chunk(5).start + 8];
+    assert_eq!(rig.stored(&stored), [3, 0, 6]);
+    let ended = access.withdraw(&[chunk(3)]).unwrap_err();
+    assert!(foreshore_types::chain(&ended).contains("is being removed"), "{ended}");
 }

@@ -1,0 +1,144 @@
+//! Access of the guest to chunks of a mapped volume, which is taken while they may be released.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, mpsc};
+
+use parking_lot::Mutex;
+use pmem_volume::btt::GuestAccess;
+use pmem_volume::media::MediaError;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::Server;
+use crate::pool::CHUNK_BYTES;
+
+/// Maximum number of chunks in an order. The thread carries out an order before it serves stores.
+const ORDER_CHUNKS: usize = 64;
+
+/// Request to the thread that fills holes.
+#[derive(Clone, Copy)]
+enum Change {
+    Withdraw,
+    GiveBack,
+}
+
+struct Order {
+    change: Change,
+    indexes: Vec<u32>,
+    reply: mpsc::Sender<io::Result<()>>,
+}
+
+/// Orders that the thread has not carried out yet.
+pub(super) struct Orders {
+    /// `None` after the end of the thread.
+    queue: Mutex<Option<Vec<Order>>>,
+    arrived: OwnedFd,
+}
+
+impl Orders {
+    pub(super) fn new() -> io::Result<Self> {
+        let arrived = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { queue: Mutex::new(Some(Vec::new())), arrived })
+    }
+
+    /// Adds an order, or drops it after the end of the thread.
+    fn add(&self, order: Order) {
+        if let Some(queue) = &mut *self.queue.lock() {
+            queue.push(order);
+            rustix::io::write(&self.arrived, &1u64.to_ne_bytes()).expect("an open eventfd");
+        }
+    }
+
+    fn take(&self) -> Vec<Order> {
+        // Before the orders are taken, so that a later one makes the descriptor readable again. It
+        // is not readable without an order.
+        let _ = rustix::io::read(&self.arrived, &mut [0; 8]);
+        self.queue.lock().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Drops all orders, because the thread ends.
+    pub(super) fn close(&self) {
+        *self.queue.lock() = None;
+    }
+}
+
+impl AsFd for Orders {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.arrived.as_fd()
+    }
+}
+
+/// Takes access to chunks of a volume from the guest, and gives it back.
+#[derive(Clone)]
+pub struct ChunkAccess(pub(super) Arc<Orders>);
+
+impl ChunkAccess {
+    fn order(&self, change: Change, units: &[Range<u64>]) -> Result<(), MediaError> {
+        let index = |unit: &Range<u64>| (unit.start / CHUNK_BYTES) as u32;
+        units.chunks(ORDER_CHUNKS).try_for_each(|units| {
+            let (reply, replied) = mpsc::channel();
+            let indexes = units.iter().map(index).collect();
+            self.0.add(Order { change, indexes, reply });
+            // The sender is dropped without a reply at the end of the thread.
+            let ended = Err(io::Error::other("the volume is being removed"));
+            replied.recv().unwrap_or(ended).map_err(|source| MediaError::Io {
+                operation: "change of the mapping",
+                offset_bytes: units[0].start,
+                length_bytes: units.len() as u64 * CHUNK_BYTES,
+                source,
+            })
+        })
+    }
+}
+
+impl GuestAccess for ChunkAccess {
+    fn withdraw(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+        self.order(Change::Withdraw, units)
+    }
+
+    fn give_back(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+        self.order(Change::GiveBack, units)
+    }
+}
+
+/// Chunks to which the guest has no access. Stores there wait.
+pub(super) type Withdrawn = BTreeSet<u32>;
+
+impl Server {
+    /// Carries out the orders that have arrived.
+    pub(super) fn obey(&mut self) {
+        for Order { change, indexes, reply } in self.orders.take() {
+            let result = indexes.into_iter().try_for_each(|index| match change {
+                Change::Withdraw => self.withdraw(index),
+                Change::GiveBack => self.give_back(index),
+            });
+            // The other side waits for it.
+            let _ = reply.send(result);
+        }
+    }
+
+    fn withdraw(&mut self, index: u32) -> io::Result<()> {
+        self.withdrawn.insert(index);
+        let at = index as usize;
+        if std::mem::replace(&mut self.is_mapped[at], false) {
+            let offset = u64::from(index) * CHUNK_BYTES;
+            self.userfaults.map_zeros(&self.reservation, offset, CHUNK_BYTES)?;
+        }
+        Ok(())
+    }
+
+    /// Maps a chunk again, unless it was released.
+    fn give_back(&mut self, index: u32) -> io::Result<()> {
+        if self.withdrawn.remove(&index)
+            && let Some(file_offset) = self.source.volume.chunk_offset(index)
+        {
+            // Otherwise, the guest would find zeros in place of its data.
+            self.map(index, file_offset)
+                .inspect_err(|err| (self.source.on_failure)(err.to_string()))?;
+            self.is_mapped[index as usize] = true;
+        }
+        Ok(())
+    }
+}

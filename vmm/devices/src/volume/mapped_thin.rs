@@ -1,0 +1,40 @@
+//! Thin volumes that are mapped into guest memory, for commands that release their space.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use pmem_volume::media::MediaError;
+
+use crate::device::TrimVolume;
+use crate::memory::holes::{ChunkAccess, HoleMetrics};
+use crate::pool::PoolVolume;
+
+/// Thin volume whose guest fills holes. The value does not keep the volume open.
+pub(super) struct MappedThinVolume {
+    pub name: String,
+    pub volume: Weak<dyn PoolVolume>,
+    pub access: ChunkAccess,
+    pub metrics: Arc<HoleMetrics>,
+}
+
+impl TrimVolume for MappedThinVolume {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn is_attached(&self) -> bool {
+        self.volume.strong_count() > 0
+    }
+
+    fn btt_uuid(&self) -> Option<String> {
+        self.volume.upgrade()?.btt_uuid()
+    }
+
+    fn release_reported(&self, free: &[Range<u64>]) -> Result<u64, MediaError> {
+        let Some(volume) = self.volume.upgrade() else { return Ok(0) };
+        let released_bytes = volume.release_reported(free, &mut self.access.clone())?;
+        self.metrics.released_bytes.fetch_add(released_bytes, Ordering::Relaxed);
+        Ok(released_bytes)
+    }
+}
