@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use foreshore_proto::VSOCK_PORT;
+use foreshore_proto::{TRIM_PORT, VSOCK_PORT};
 use foreshore_types::similar::{most_similar, suggestion};
 use thiserror::Error;
 
@@ -11,6 +11,10 @@ pub(crate) const HELP: &str = "\
 Report the memory pressure of the guest to the VMM
 
 Usage: foreshore-agent [OPTIONS]
+       foreshore-agent trim [--cid CID] [--port PORT] MOUNTPOINT
+
+trim gives free space of a file system on the BTT disk of a thin volume
+(/dev/pmem*s) back to the pool. Its port is 9747 unless --port is given.
 
 Options:
   --cid CID        vsock context of the VMM [default: 2, the host]
@@ -106,6 +110,7 @@ impl Options {
 pub(crate) enum Command {
     Run(Options),
     Once,
+    Trim { folder: PathBuf, address: Address },
     Version,
     Help,
 }
@@ -118,6 +123,10 @@ pub(crate) enum ArgsError {
     Unknown { option: String },
     #[error("{0} needs a value")]
     NoValue(String),
+    #[error("trim needs one MOUNTPOINT, but got {count}")]
+    Mountpoints { count: usize },
+    #[error("trim does not use {0}")]
+    NotOfTrim(String),
     #[error("{option} is {value}, must be {expected}")]
     WrongValue { option: String, value: String, expected: String },
 }
@@ -135,7 +144,11 @@ fn similar_option(option: &str) -> String {
 
 /// Parses the arguments, which do not include the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, ArgsError> {
-    let args = args.into_iter().map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
+    let mut args = args.into_iter().peekable();
+    if args.next_if(|arg| arg == "trim").is_some() {
+        return parse_trim(args);
+    }
+    let args = args.map(|arg| arg.into_string().map_err(ArgsError::NotUtf8));
     let args: Vec<String> = args.collect::<Result<_, _>>()?;
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);
     let (mut online, mut reserve, mut tune, mut idle) = (Online::Movable, true, true, true);
@@ -170,6 +183,37 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command,
     }
     let address = unix.map_or(Address::Vsock { cid, port }, Address::Unix);
     Ok(Command::Run(Options { address, online, reserve, kernel_blocks, tune, idle }))
+}
+
+/// Parses the arguments after `trim`.
+fn parse_trim(args: impl Iterator<Item = OsString>) -> Result<Command, ArgsError> {
+    let (mut options, mut folders) = (Vec::new(), Vec::new());
+    let mut args = args.peekable();
+    while let Some(arg) = args.next() {
+        if !arg.as_encoded_bytes().starts_with(b"-") {
+            folders.push(PathBuf::from(arg));
+            continue;
+        }
+        let name = arg.to_string_lossy().into_owned();
+        let option = name.split('=').next().unwrap_or_default();
+        match option {
+            "--help" | "-h" => return Ok(Command::Help),
+            "--cid" | "--port" | "--unix" => options.push(arg),
+            _ => return Err(ArgsError::NotOfTrim(name)),
+        }
+        if !name.contains('=') {
+            options.extend(args.next());
+        }
+    }
+    // A later option overrides the default.
+    options.insert(0, format!("--port={TRIM_PORT}").into());
+    let Command::Run(Options { address, .. }) = parse(options)? else {
+        unreachable!("options of an address");
+    };
+    match <[PathBuf; 1]>::try_from(folders) {
+        Ok([folder]) => Ok(Command::Trim { folder, address }),
+        Err(folders) => Err(ArgsError::Mountpoints { count: folders.len() }),
+    }
 }
 
 fn wrong_value(option: &str, value: String, expected: impl Into<String>) -> ArgsError {
@@ -211,6 +255,23 @@ mod tests {
             Ok(Command::Run(options)) => options,
             other => panic!("{line}: {other:?}"),
         }
+    }
+
+    #[test]
+    fn trim_needs_a_mountpoint_and_uses_only_the_address() {
+        let trim = |line: &str| parsed(&format!("trim {line}"));
+        let of = |cid, port| {
+            let address = Address::Vsock { cid, port };
+            Ok(Command::Trim { folder: "/srv".into(), address })
+        };
+        assert_eq!(trim("/srv"), of(2, 9747));
+        assert_eq!(trim("--cid 5 /srv --port=7"), of(5, 7));
+        assert_eq!(trim("/srv --help"), Ok(Command::Help));
+        assert_eq!(trim(""), Err(ArgsError::Mountpoints { count: 0 }));
+        assert_eq!(trim("/srv /mnt"), Err(ArgsError::Mountpoints { count: 2 }));
+        assert_eq!(trim("--tune on /srv"), Err(ArgsError::NotOfTrim("--tune".to_owned())));
+        assert_eq!(trim("/srv --cid"), Err(ArgsError::NoValue("--cid".to_owned())));
+        assert!(matches!(trim("--port x /srv"), Err(ArgsError::WrongValue { .. })));
     }
 
     #[test]

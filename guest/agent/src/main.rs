@@ -22,6 +22,7 @@ mod sys;
 #[cfg(test)]
 mod tree;
 mod trigger;
+mod trim;
 mod tune;
 
 use std::fs;
@@ -31,10 +32,11 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use foreshore_proto::{Cause, encode_report};
+use foreshore_types::size::Size;
 use rustix::fs::Mode;
 
 use crate::agent::Agent;
-use crate::args::{Command, Online, Options};
+use crate::args::{Address, Command, Online, Options};
 use crate::blocks::{BlockReader, BlockWatch};
 use crate::idle::{IdleWatch, Roots};
 use crate::kernel_blocks::KernelBlocks;
@@ -82,12 +84,20 @@ fn execute(command: Command) -> anyhow::Result<()> {
             print(format!("foreshore-agent {version}\n{build}\n").as_bytes())
         }
         Command::Once => once(),
+        Command::Trim { folder, address } => trim(&folder, &address),
         Command::Run(options) => run(&options),
     }
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {
     io::stdout().lock().write_all(bytes).context("cannot write to standard output")
+}
+
+fn trim(folder: &Path, address: &Address) -> anyhow::Result<()> {
+    let trim::Trimmed { disk, free_bytes, released_bytes } =
+        trim::run(folder, address, Path::new(SYS))?;
+    let (free, released) = (Size(free_bytes).rounded(), Size(released_bytes).rounded());
+    print(format!("{disk}: {free} free, {released} ({released_bytes} bytes) released\n").as_bytes())
 }
 
 fn once() -> anyhow::Result<()> {

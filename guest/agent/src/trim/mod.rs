@@ -1,0 +1,222 @@
+//! Command `trim`: gives free space of a file system on a BTT disk back to the pool.
+//!
+//! A file takes the free space, so that nothing else in the guest can use it. The VMM is told where
+//! the file is, and releases chunks that contain nothing else. The file has no name, so it
+//! disappears with this process, even after a crash.
+
+mod disk;
+mod extents;
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use foreshore_proto::{
+    LineReader, MAX_TRIM_RANGES, NextLine, Refusal, TrimAnswer, TrimMessage, decode_trim_answer,
+    encode_line,
+};
+use rustix::fs::{self, FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+use thiserror::Error;
+
+use crate::args::Address;
+use crate::sys;
+use disk::{Disk, FileSystem};
+
+#[derive(Debug, Error)]
+pub(crate) enum TrimError {
+    #[error("cannot open {path}")]
+    Open { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Disk(#[from] disk::DiskError),
+    #[error("cannot take the free space of {path}")]
+    Allocate { path: PathBuf, source: io::Error },
+    #[error("cannot find out where {path} has free space")]
+    Extents { path: PathBuf, source: io::Error },
+    #[error("the free space has {count} parts, but the maximum is {MAX_TRIM_RANGES}")]
+    TooManyParts { count: usize },
+    #[error(
+        "cannot connect to the VMM ({address}), which serves this command on a VM with --vsock"
+    )]
+    Connect { address: String, source: io::Error },
+    #[error("the connection to the VMM failed")]
+    Broken(#[from] io::Error),
+    #[error("the VMM closed the connection without an answer")]
+    NoAnswer,
+    #[error("the answer of the VMM is not valid")]
+    Refused(#[from] Refusal),
+    #[error("the VMM refuses: {reason}")]
+    Failed { reason: String },
+}
+
+/// Result of the command.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Trimmed {
+    /// Name of the disk.
+    pub disk: String,
+    /// Free space that the VMM was told about.
+    pub free_bytes: u64,
+    /// Space that the volume gave to its pool.
+    pub released_bytes: u64,
+}
+
+/// Part of the free space that stays available to the guest while the command runs.
+const MARGIN_PART: u64 = 16;
+const MIN_MARGIN_BYTES: u64 = 16 << 20;
+/// Maximum and minimum of the space that is taken at once.
+const MAX_STEP_BYTES: u64 = 1 << 30;
+const MIN_STEP_BYTES: u64 = 1 << 20;
+
+pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimmed, TrimError> {
+    let open_error = |source: Errno| TrimError::Open { path: folder.into(), source: source.into() };
+    let directory = fs::open(folder, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+    let directory = directory.map_err(open_error)?;
+    let disk = Disk::of(&directory, folder, sys)?;
+    // Connected first, because taking the free space is useless without a VMM that listens.
+    let mut socket = connect(address)?;
+    let taken = take_free_space(&directory, disk.file_system);
+    let taken = taken.map_err(|source| TrimError::Allocate { path: folder.into(), source })?;
+    let mut ranges =
+        extents::of(&taken).map_err(|source| TrimError::Extents { path: folder.into(), source })?;
+    ranges.iter_mut().for_each(|range| range[0] += disk.offset_bytes);
+    if ranges.len() > MAX_TRIM_RANGES {
+        return Err(TrimError::TooManyParts { count: ranges.len() });
+    }
+    let free_bytes = ranges.iter().map(|[_, bytes]| bytes).sum();
+    let released_bytes = report(&mut socket, &disk.btt_uuid, &ranges)?;
+    Ok(Trimmed { disk: disk.name, free_bytes, released_bytes })
+}
+
+/// Returns a file that contains nearly all free space. Blocks of files whose deletion is not
+/// durable are not free, so they are made durable first.
+fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<File> {
+    fs::syncfs(directory)?;
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = File::from(fs::openat(directory, ".", flags, Mode::RUSR | Mode::WUSR)?);
+    if file_system == FileSystem::F2fs {
+        // Other files get their blocks only when they are written.
+        extents::pin(&file)?;
+    }
+    let (mut at, mut step) = (0, MAX_STEP_BYTES);
+    let space = fs::fstatvfs(&file)?;
+    let free = space.f_bavail.saturating_mul(space.f_frsize);
+    let end = free.saturating_sub((free / MARGIN_PART).max(MIN_MARGIN_BYTES));
+    while at < end && step >= MIN_STEP_BYTES {
+        let length = step.min(end - at);
+        match fs::fallocate(&file, FallocateFlags::empty(), at, length) {
+            Ok(()) => at += length,
+            // The file system also needs space to describe the file.
+            Err(Errno::NOSPC) => step /= 2,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    file.sync_all()?;
+    Ok(file)
+}
+
+/// Tells the VMM about free ranges of a disk. Returns the number of bytes that it released.
+fn report(
+    socket: &mut (impl Read + Write),
+    btt_uuid: &str,
+    ranges: &[[u64; 2]],
+) -> Result<u64, TrimError> {
+    let mut line = Vec::new();
+    for message in TrimMessage::all(btt_uuid, ranges) {
+        encode_line(&message, &mut line);
+        socket.write_all(&line)?;
+    }
+    let (mut reader, mut buffer) = (LineReader::new(), [0; 4096]);
+    loop {
+        let len = socket.read(&mut buffer)?;
+        if len == 0 {
+            return Err(TrimError::NoAnswer);
+        }
+        match reader.next(&mut &buffer[..len]) {
+            None => {}
+            Some(NextLine::Refused(refusal)) => return Err(refusal.into()),
+            Some(NextLine::Line(line)) => {
+                return match decode_trim_answer(line)? {
+                    TrimAnswer::Trimmed { released_bytes, .. } => Ok(released_bytes),
+                    TrimAnswer::Failed { reason, .. } => Err(TrimError::Failed { reason }),
+                };
+            }
+        }
+    }
+}
+
+fn connect(address: &Address) -> Result<UnixStream, TrimError> {
+    let (socket, name) = match address {
+        Address::Vsock { cid, port } => {
+            (sys::connect_vsock(*cid, *port), format!("vsock port {port} of CID {cid}"))
+        }
+        Address::Unix(path) => {
+            (UnixStream::connect(path).map(OwnedFd::from), path.display().to_string())
+        }
+    };
+    let socket = socket.map_err(|source| TrimError::Connect { address: name, source })?;
+    // read() and write() are the same for all stream sockets.
+    Ok(UnixStream::from(socket))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use foreshore_proto::{MAX_RANGES_PER_LINE, PROTOCOL_VERSION, decode_trim_message};
+
+    use super::*;
+
+    const VERSION: u32 = PROTOCOL_VERSION;
+
+    /// Reports ranges to a VMM that gives `answer`. Returns the result and what the VMM has read.
+    fn report_to(answer: &[u8], ranges: &[[u64; 2]]) -> (Result<u64, TrimError>, Vec<[u64; 2]>) {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        thread::scope(|scope| {
+            let vmm = scope.spawn(move || {
+                let (mut reader, mut buffer, mut named) = (LineReader::new(), [0; 999], vec![]);
+                loop {
+                    let len = theirs.read(&mut buffer).unwrap();
+                    let mut input = &buffer[..len];
+                    while let Some(NextLine::Line(line)) = reader.next(&mut input) {
+                        match decode_trim_message(line).unwrap() {
+                            TrimMessage::Free { ranges, btt_uuid, .. } => {
+                                assert_eq!(btt_uuid, "uuid");
+                                named.extend(ranges);
+                            }
+                            TrimMessage::End { .. } => {
+                                theirs.write_all(answer).unwrap();
+                                return named;
+                            }
+                        }
+                    }
+                }
+            });
+            let result = report(&mut ours, "uuid", ranges);
+            (result, vmm.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn vmm_is_told_of_all_ranges_and_its_answer_is_returned() {
+        let ranges: Vec<_> = (0..3 * MAX_RANGES_PER_LINE as u64).map(|at| [at, 1]).collect();
+        let mut line = Vec::new();
+        encode_line(&TrimAnswer::Trimmed { version: VERSION, released_bytes: 42 }, &mut line);
+        let (result, named) = report_to(&line, &ranges);
+        assert_eq!((result.unwrap(), named), (42, ranges));
+
+        let failed = TrimAnswer::Failed { version: VERSION, reason: "no such disk".to_owned() };
+        encode_line(&failed, &mut line);
+        let (result, named) = report_to(&line, &[]);
+        assert_eq!(result.unwrap_err().to_string(), "the VMM refuses: no such disk");
+        assert_eq!(named, [] as [[u64; 2]; 0]);
+    }
+
+    #[test]
+    fn missing_or_invalid_answer_is_an_error() {
+        assert!(matches!(report_to(b"", &[]).0, Err(TrimError::NoAnswer)));
+        assert!(matches!(report_to(b"{}\n", &[]).0, Err(TrimError::Refused(_))));
+    }
+}
