@@ -60,6 +60,7 @@ mod volume_remaining;
 mod volume_spill;
 mod volume_thin;
 mod volume_tool;
+mod volume_trim;
 mod zones;
 
 use guest_tests::runner;
@@ -109,6 +110,7 @@ fn main() {
         volume_spill::TESTS,
         volume_thin::TESTS,
         volume_tool::TESTS,
+        volume_trim::TESTS,
         pool_media::TESTS,
         pvpanic::TESTS,
         raw_volume::TESTS,

@@ -1,0 +1,61 @@
+//! Tests of the agent's command `trim`, which releases space of mapped thin volumes.
+
+use anyhow::{Result, ensure};
+use guest_tests::user::need_root;
+use guest_tests::{Guest, Pool};
+
+use crate::volume::{IO_LIMIT, guest_with};
+use crate::volume_thin::USERFAULTS;
+use crate::zones::MIB;
+
+guest_tests::tests![
+    trim_releases_the_chunks_of_deleted_files: 400 on [V6_12, V6_1 long] x 2 =>
+        trim_releases_the_chunks("nvdimm"),
+    trim_releases_the_chunks_by_virtio_pmem: 400 (long) => trim_releases_the_chunks("virtio-pmem"),
+];
+
+fn volume_metric(guest: &Guest, name: &str) -> Result<u64> {
+    Ok(guest.metric(&format!("foreshore_volume_{name}"), &[("volume", "data")])? as u64)
+}
+
+fn trim_releases_the_chunks(interface: &str) -> Result<()> {
+    need_root(USERFAULTS)?;
+    let pool = Pool::create("256M")?;
+    let volume = format!("size=128M,create=on,thin=on,interface={interface}");
+    let guest = guest_with(&pool, &volume).boot()?;
+    guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/pmem0s")?;
+    guest.run_within(
+        IO_LIMIT,
+        "mkfs.ext4 -q -E nodiscard /dev/pmem0s && mkdir -p /mnt/t && mount -t ext4 /dev/pmem0s /mnt/t && \
+         dd if=/dev/urandom of=/mnt/t/keep bs=1M count=2 && sync && sha256sum /mnt/t/keep > /tmp/sum",
+    )?;
+    for round in 1..=2 {
+        guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/t/file bs=1M count=64 && sync")?;
+        let full = volume_metric(&guest, "allocated_bytes")?;
+        let before = volume_metric(&guest, "released_bytes_total")?;
+        let trim = "rm /mnt/t/file && foreshore-agent trim /mnt/t";
+        let printed = guest.run_within(IO_LIMIT, trim)?;
+        let trimmed = volume_metric(&guest, "allocated_bytes")?;
+        let released = volume_metric(&guest, "released_bytes_total")? - before;
+        // 16 MiB of the free space stay available to the guest during the command.
+        ensure!(released >= 32 * MIB, "Round {round}: {released} bytes of {full}: {printed}");
+        ensure!(trimmed <= full - released + 4 * MIB, "Round {round}: {trimmed} of {full} bytes");
+        ensure!(printed.starts_with("pmem0s: "), "{printed}");
+        ensure!(printed.contains(&format!("({released} bytes) released")), "{printed}");
+    }
+    guest.run_within(
+        IO_LIMIT,
+        "umount /mnt/t && e2fsck -fn /dev/pmem0s && mount -t ext4 /dev/pmem0s /mnt/t && \
+         sha256sum -c /tmp/sum && dd if=/dev/urandom of=/tmp/file bs=1M count=64 && \
+         cp /tmp/file /mnt/t/file && sync && echo 3 >/proc/sys/vm/drop_caches && \
+         cmp /tmp/file /mnt/t/file",
+    )?;
+
+    let refused = guest.try_run(IO_LIMIT, "foreshore-agent trim /proc")?;
+    let text =
+        "/proc is on a file system of type 0x9fa0, but trim supports only ext4, XFS and F2FS";
+    ensure!(refused.code == 1 && refused.stderr.contains(text), "{}", refused.stderr);
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check().map(drop)
+}
