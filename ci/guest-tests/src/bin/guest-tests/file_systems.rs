@@ -14,20 +14,21 @@ guest_tests::tests![
 ];
 
 #[derive(Clone, Copy)]
-struct FileSystem {
-    name: &'static str,
-    make: &'static str,
+pub(crate) struct FileSystem {
+    pub(crate) name: &'static str,
+    pub(crate) make: &'static str,
     /// Command that checks the file system without changing it, and fails if it finds an error.
-    check: &'static str,
+    pub(crate) check: &'static str,
 }
 
 const EXT4: FileSystem = FileSystem { name: "ext4", make: "mkfs.ext4 -q -F", check: "e2fsck -fn" };
-const XFS: FileSystem = FileSystem { name: "xfs", make: "mkfs.xfs -q -f", check: "xfs_repair -n" };
-const F2FS: FileSystem =
+pub(crate) const XFS: FileSystem =
+    FileSystem { name: "xfs", make: "mkfs.xfs -q -f", check: "xfs_repair -n" };
+pub(crate) const F2FS: FileSystem =
     FileSystem { name: "f2fs", make: "mkfs.f2fs -q -f", check: "fsck.f2fs -f --dry-run" };
 /// With `--mixed`, data and metadata share their space. Separate areas would hardly fit on a small
 /// volume.
-const BTRFS: FileSystem =
+pub(crate) const BTRFS: FileSystem =
     FileSystem { name: "btrfs", make: "mkfs.btrfs -q -f --mixed", check: "btrfs check --readonly" };
 const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
 
@@ -50,7 +51,7 @@ const VIRTIO_PMEM: Interface =
     Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", space_mib: 4 };
 
 /// XFS requires 300 MiB.
-const VOLUME_MIB: u64 = 320;
+pub(crate) const VOLUME_MIB: u64 = 320;
 
 /// Boots a guest with one volume per interface and all file systems.
 fn boot(pool: &Pool, volumes: &[(Interface, u64)]) -> Result<Guest> {

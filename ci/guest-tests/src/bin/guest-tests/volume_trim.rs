@@ -2,8 +2,9 @@
 
 use anyhow::{Result, ensure};
 use guest_tests::user::need_root;
-use guest_tests::{Guest, Pool};
+use guest_tests::{Guest, Image, Pool};
 
+use crate::file_systems::{BTRFS, F2FS, FileSystem, VOLUME_MIB, XFS};
 use crate::volume::{IO_LIMIT, guest_with};
 use crate::volume_thin::USERFAULTS;
 use crate::zones::MIB;
@@ -12,6 +13,7 @@ guest_tests::tests![
     trim_releases_the_chunks_of_deleted_files: 400 on [V6_12, V6_1 long] x 2 =>
         trim_releases_the_chunks("nvdimm"),
     trim_releases_the_chunks_by_virtio_pmem: 400 (long) => trim_releases_the_chunks("virtio-pmem"),
+    trim_releases_the_chunks_of_xfs_and_f2fs: 600 (long) on [V6_12Generic] x 2,
 ];
 
 fn volume_metric(guest: &Guest, name: &str) -> Result<u64> {
@@ -57,5 +59,44 @@ fn trim_releases_the_chunks(interface: &str) -> Result<()> {
     ensure!(refused.code == 1 && refused.stderr.contains(text), "{}", refused.stderr);
     guest.no_kernel_complaints()?;
     guest.kill9()?;
+    pool.check().map(drop)
+}
+
+fn trim_releases_the_chunks_of_xfs_and_f2fs() -> Result<()> {
+    need_root(USERFAULTS)?;
+    let pool = Pool::create("512M")?;
+    let volume = format!("size={VOLUME_MIB}M,create=on,thin=on,interface=nvdimm");
+    let guest = guest_with(&pool, &volume).image(Image::FileSystems).boot()?;
+    guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/pmem0s")?;
+    for FileSystem { name, make, check } in [XFS, F2FS] {
+        guest.run_within(
+            IO_LIMIT,
+            &format!(
+                "{make} /dev/pmem0s && mkdir -p /mnt/t && mount -t {name} /dev/pmem0s /mnt/t && \
+                 dd if=/dev/urandom of=/mnt/t/keep bs=1M count=2 && sync && \
+                 sha256sum /mnt/t/keep > /tmp/sum && \
+                 dd if=/dev/urandom of=/mnt/t/file bs=1M count=64 && sync && rm /mnt/t/file"
+            ),
+        )?;
+        let before = volume_metric(&guest, "released_bytes_total")?;
+        let printed = guest.run_within(IO_LIMIT, "foreshore-agent trim /mnt/t")?;
+        let released = volume_metric(&guest, "released_bytes_total")? - before;
+        ensure!(released >= 32 * MIB, "{name}: {released} bytes: {printed}");
+        guest.run_within(
+            IO_LIMIT,
+            &format!(
+                "umount /mnt/t && {check} /dev/pmem0s && mount -t {name} /dev/pmem0s /mnt/t && \
+                 sha256sum -c /tmp/sum && umount /mnt/t"
+            ),
+        )?;
+    }
+    let FileSystem { name, make, .. } = BTRFS;
+    let mount = format!("{make} /dev/pmem0s && mount -t {name} /dev/pmem0s /mnt/t");
+    guest.run_within(IO_LIMIT, &mount)?;
+    let refused = guest.try_run(IO_LIMIT, "foreshore-agent trim /mnt/t")?;
+    let text = "(Btrfs does not tell where on its disk a file is)";
+    ensure!(refused.code == 1 && refused.stderr.contains(text), "{}", refused.stderr);
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
     pool.check().map(drop)
 }
