@@ -17,6 +17,8 @@ const VOLUME_MIB: u64 = 80;
 /// The pool has 156 MiB, so 52 MiB of this memory belong to the volume.
 const ZONE_MIB: u64 = 128;
 const SPILL_MIB: u64 = 72;
+/// Less than the pool has free when the memory is plugged.
+const MARKS: &str = "storage_min=8M,storage_low=12M,storage_high=16M";
 /// More than the DRAM of the guest, so that files are in all of the memory.
 const FILES_MIB: u64 = 240;
 
@@ -43,7 +45,7 @@ fn writes_get_borrowed_memory_although_the_guest_keeps_it() -> Result<()> {
     let guest = Guest::builder()
         .memory("size=256M")
         .pressure("off")
-        .pm_memory(&format!("pool={name},size={ZONE_MIB}M,spill={SPILL_MIB}M"))
+        .pm_memory(&format!("pool={name},size={ZONE_MIB}M,spill={SPILL_MIB}M,{MARKS}"))
         .pm_volume(&format!("pool={name},name=data,size={VOLUME_MIB}M,create=on,thin=on"))
         .boot()?;
     guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/vda")?;
