@@ -127,9 +127,9 @@ pub(crate) struct Scenario {
     /// PM in a host's pool, which its VMs share [default: enough for all]
     #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 45))]
     pub(crate) pool: Option<u64>,
-    /// Thin volume in each pool, which is written in bursts and trimmed once in a period. Memory
-    /// borrows its space. Parameters: size, low, high, period, bursts, rate, spill, storage_min,
-    /// storage_low, storage_high and move
+    /// Thin volume in each pool, written in bursts and trimmed once per period. Memory borrows its
+    /// space. Parameters: size, low, high, period, bursts, rate, spill, storage_min, storage_low,
+    /// storage_high and move
     #[arg(long, value_name = "PARAM=VALUE[,...]", conflicts_with = "trace", value_parser = parse_storage)]
     pub(crate) storage: Option<StorageParams>,
     /// VMs per host

@@ -111,7 +111,7 @@ enum Task {
     Bench(bench::Arguments),
     /// Run tests that take hours: kills, power cuts, and workloads in too little DRAM
     ///
-    /// docs/design/testing.md (Torn sectors, for real) and docs/design/benchmarks.md (Guests that
+    /// docs/design/testing.md (Torn sectors in a guest) and docs/design/benchmarks.md (Guests that
     /// are too small) describe the conditions. Each part prints its seed. The table of results is
     /// printed at the end, and written to target/soak/table row by row. The exit code is 0 only if
     /// all conditions held. Logs and pools of failures are under target/soak. Pressure leaves

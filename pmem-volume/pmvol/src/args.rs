@@ -92,8 +92,8 @@ Examples:
     },
     /// Enlarge a pool
     ///
-    /// Volumes keep their content. A pool in use grows by its VM. After a crash, it has its old
-    /// size or the new one. The added part of a device is erased first.
+    /// Volumes keep their content. If a VM uses the pool, --api-socket is required. After a crash,
+    /// the pool has its old size or the new one. The added part of a device is erased first.
     #[command(after_help = "\
 Examples:
   pmvol grow /pm/pool --size 32G
@@ -108,7 +108,7 @@ Examples:
         /// Erase data in the added part of a device
         #[arg(long)]
         force: bool,
-        /// API socket of the VM that may have the pool open, and then grows it
+        /// API socket of a VM, which grows the pool if it is in use
         #[arg(long, value_name = "PATH")]
         api_socket: Option<PathBuf>,
         #[command(flatten)]
@@ -377,11 +377,11 @@ Examples:
         /// New guaranteed part of a thin volume, a multiple of 2M from 0 to its size
         #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with_all = ["size", "shrink"])]
         reserve: Option<u64>,
-        /// Let the volume shrink; a raw one loses the data past its new end, and a BTT volume only
-        /// arenas without data
+        /// Let the volume shrink; a raw volume loses the data past its new end, and a BTT volume
+        /// loses only arenas without data
         #[arg(long)]
         shrink: bool,
-        /// API socket of the VM that may have the pool open, and then grows a virtio-blk volume
+        /// API socket of a VM, which grows a virtio-blk volume if the pool is in use
         #[arg(long, value_name = "PATH", conflicts_with_all = ["reserve", "shrink"])]
         api_socket: Option<PathBuf>,
         #[command(flatten)]

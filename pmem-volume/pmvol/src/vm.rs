@@ -16,7 +16,7 @@ const MAX_ANSWER_BYTES: u64 = 64 << 10;
 pub(crate) enum CallError {
     #[error("cannot use the API socket {path}")]
     Socket { path: PathBuf, source: io::Error },
-    #[error("the API socket {path} did not answer in HTTP")]
+    #[error("the answer on the API socket {path} is not HTTP")]
     NotHttp { path: PathBuf },
     #[error("{call} was refused: {reason}")]
     Refused { call: &'static str, reason: String },
@@ -29,7 +29,8 @@ pub(crate) struct GrowByVm {
     error: anyhow::Error,
 }
 
-/// Names the flag with which a VM grows its pool or volume, if another process uses the pool.
+/// Adds to an error the flag by which a VM grows its pool or volume, if another process uses the
+/// pool.
 pub(crate) fn name_flag(error: anyhow::Error) -> anyhow::Error {
     if is_in_use(&error) { GrowByVm { error }.into() } else { error }
 }
@@ -45,7 +46,7 @@ pub(crate) fn grow_pool(
     size_bytes: Option<u64>,
     force: bool,
 ) -> anyhow::Result<std::sync::Arc<Pool>> {
-    // The VMM may have another current folder.
+    // The VMM may have another working directory.
     let body = json!({ "path": std::path::absolute(pool)?, "size": size_bytes, "force": force });
     put(socket, "pool.grow", &body)?;
     Ok(Pool::open(pool, OpenMode::Peek)?)

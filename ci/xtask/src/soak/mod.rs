@@ -1,7 +1,7 @@
 //! Tests that take hours: kills of writing guests, power cuts of their host, and workloads with too
 //! little DRAM.
 //!
-//! The pass conditions are described in docs/design/testing.md (Torn sectors, for real) and
+//! The pass conditions are described in docs/design/testing.md (Torn sectors in a guest) and
 //! docs/design/benchmarks.md (Guests that are too small).
 
 mod boots;

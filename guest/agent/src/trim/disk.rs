@@ -9,7 +9,7 @@ use thiserror::Error;
 
 /// Size of the sectors in which the kernel describes partitions.
 const SECTOR_BYTES: u64 = 512;
-/// Value of `f_type` of Btrfs, whose extents are not on the disk that FIEMAP seems to name.
+/// Value of `f_type` of Btrfs. Its FIEMAP returns logical addresses instead of offsets on a disk.
 const BTRFS: u64 = 0x9123_683e;
 
 #[derive(Debug, Error)]

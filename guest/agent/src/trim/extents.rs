@@ -1,4 +1,4 @@
-//! Places of a file on its disk.
+//! Extents of a file on its disk.
 
 use std::fs::File;
 use std::io;

@@ -1,8 +1,8 @@
 //! Command `trim`: gives free space of a file system on a BTT disk back to the pool.
 //!
-//! A file takes the free space, so that nothing else in the guest can use it. The VMM is told where
-//! the file is, and releases chunks that contain nothing else. The file has no name, so it
-//! disappears with this process, even after a crash.
+//! A file takes the free space, so that nothing else in the guest can use it. The command sends the
+//! extents of the file to the VMM, which releases chunks that contain nothing else. The file has no
+//! name, so it disappears when this process ends, even after a crash.
 
 mod disk;
 mod extents;
@@ -33,7 +33,7 @@ pub(crate) enum TrimError {
     Disk(#[from] disk::DiskError),
     #[error("cannot take the free space of {path}")]
     Allocate { path: PathBuf, source: io::Error },
-    #[error("cannot find out where {path} has free space")]
+    #[error("cannot read the extents of the free space of {path}")]
     Extents { path: PathBuf, source: io::Error },
     #[error("the free space has {count} parts, but the maximum is {MAX_TRIM_RANGES}")]
     TooManyParts { count: usize },
@@ -56,7 +56,7 @@ pub(crate) enum TrimError {
 pub(crate) struct Trimmed {
     /// Name of the disk.
     pub disk: String,
-    /// Free space that the VMM was told about.
+    /// Free space that was reported to the VMM.
     pub free_bytes: u64,
     /// Space that the volume gave to its pool.
     pub released_bytes: u64,
@@ -65,7 +65,7 @@ pub(crate) struct Trimmed {
 /// Part of the free space that stays available to the guest while the command runs.
 const MARGIN_PART: u64 = 16;
 const MIN_MARGIN_BYTES: u64 = 16 << 20;
-/// Maximum and minimum of the space that is taken at once.
+/// Maximum and minimum size of one allocation.
 const MAX_STEP_BYTES: u64 = 1 << 30;
 const MIN_STEP_BYTES: u64 = 1 << 20;
 
@@ -96,7 +96,7 @@ fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<F
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(fs::openat(directory, ".", flags, Mode::RUSR | Mode::WUSR)?);
     if file_system == FileSystem::F2fs {
-        // Other files get their blocks only when they are written.
+        // Without this, F2FS allocates the blocks of a file only when they are written.
         extents::pin(&file)?;
     }
     let (mut at, mut step) = (0, MAX_STEP_BYTES);
@@ -107,7 +107,7 @@ fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<F
         let length = step.min(end - at);
         match fs::fallocate(&file, FallocateFlags::empty(), at, length) {
             Ok(()) => at += length,
-            // The file system also needs space to describe the file.
+            // The file system also needs space for the metadata of the file.
             Err(Errno::NOSPC) => step /= 2,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -117,7 +117,7 @@ fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<F
     Ok(file)
 }
 
-/// Tells the VMM about free ranges of a disk. Returns the number of bytes that it released.
+/// Reports free ranges of a disk to the VMM. Returns the number of bytes that the VMM released.
 fn report(
     socket: &mut (impl Read + Write),
     btt_uuid: &str,
@@ -157,7 +157,7 @@ fn connect(address: &Address) -> Result<UnixStream, TrimError> {
         }
     };
     let socket = socket.map_err(|source| TrimError::Connect { address: name, source })?;
-    // read() and write() are the same for all stream sockets.
+    // read() and write() work on all stream sockets.
     Ok(UnixStream::from(socket))
 }
 
