@@ -208,7 +208,7 @@ pub struct StorageSpace {
     pub lent_bytes: u64,
     /// Promised bytes that memory may still borrow, because it can be moved to DRAM.
     pub borrowable_bytes: u64,
-    /// At most this much free space is left to volumes, and memory is moved below it.
+    /// Free space that no request of memory uses. With less, memory is moved to DRAM.
     pub min_bytes: u64,
     /// With less free space, memory is recalled. No policy grows memory below this watermark.
     pub low_bytes: u64,
@@ -310,8 +310,8 @@ impl HostView {
         self.sum(ZoneSizes::outstanding_shrink_bytes)
     }
 
-    /// Returns the memory of the pool that PM may take: its free memory, without the space that
-    /// stays free for volumes. Policies and the rules use this limit.
+    /// Returns the bytes that PM may take from the pool: its free memory without the space that
+    /// stays free for volumes. Policies and rules use this limit.
     pub fn lendable_bytes(&self) -> u64 {
         let above_low_bytes = self.storage.map_or(u64::MAX, |storage| storage.above_low_bytes());
         self.pool_free_bytes.min(above_low_bytes)

@@ -141,8 +141,8 @@ pub fn run_host(
 }
 
 /// Runs `hosts` hosts on `threads` threads, and returns the sum of the outcomes. `setup` creates
-/// the VMs of one host and its pool. The result does not depend on the
-/// number of threads or the order in which hosts run.
+/// the VMs of one host and its pool. The result does not depend on the number of threads or the
+/// order in which hosts run.
 ///
 /// Hosts are independent and take long to simulate. An atomic counter is therefore enough to divide
 /// them evenly among standard threads, and rayon is not needed.

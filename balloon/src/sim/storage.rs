@@ -16,9 +16,9 @@ use crate::{MIB, StorageSpace, TimeMs};
 
 /// Length of a step while the volume is written, or memory is moved for it.
 const STEP_MS: u64 = 10;
-/// Most changes that are kept from a trace. Then, every second one is dropped.
+/// Maximum number of changes that are stored from a trace. Beyond it, every second one is dropped.
 const MAX_RECORDED: usize = 1 << 20;
-/// A pause after which moved bytes count as another transfer.
+/// Minimum pause after which moved bytes count as another transfer.
 const TRANSFER_PAUSE_MS: u64 = 1_000;
 
 params! {

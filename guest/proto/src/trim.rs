@@ -1,5 +1,5 @@
 //! Messages of the agent's command `trim`, which names the free space of a BTT disk to the VMM. The
-//! disk's driver cannot: the interfaces for mapped volumes have no discards.
+//! disk's driver cannot name it, because the interfaces for mapped volumes have no discards.
 //!
 //! The command connects to [`TRIM_PORT`] and sends [`TrimMessage::Free`] until it has named all
 //! free bytes, then [`TrimMessage::End`]. The VMM sends one [`TrimAnswer`] and closes the
@@ -17,7 +17,7 @@ pub const TRIM_PORT: u32 = 9747;
 /// [`MAX_LINE_BYTES`](crate::MAX_LINE_BYTES).
 pub const MAX_RANGES_PER_LINE: usize = 1000;
 
-/// Maximum number of ranges that a command may name. The VMM keeps 16 bytes for each.
+/// Maximum number of ranges that a command may name. The VMM stores 16 bytes for each.
 pub const MAX_TRIM_RANGES: usize = 1 << 20;
 
 /// Message from the command. Unverified.

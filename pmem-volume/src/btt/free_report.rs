@@ -2,8 +2,8 @@
 //!
 //! A unit can be released only if each of its blocks belongs to a reported sector. The driver keeps
 //! free blocks and map entries in its memory and may store to all other blocks at any time, also to
-//! those of discarded and never-written sectors. A store to a block of a reported sector requires
-//! that the sector is written, which contradicts the report.
+//! those of discarded and never-written sectors. It stores to a block of a reported sector only
+//! when that sector is written, which contradicts the report.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -69,7 +69,7 @@ fn release_group(
     Ok((still.len() - kept.len()) as u64)
 }
 
-/// Blocks of a unit, a bit for each.
+/// Blocks of a unit, with one bit per block.
 struct UnitBlocks {
     first: u64,
     reported: Vec<u64>,

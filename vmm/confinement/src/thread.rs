@@ -30,7 +30,7 @@ pub enum ThreadKind {
     Writer,
     /// Writes the output of a console to a file, and renames full files.
     ConsoleFile,
-    /// Erases chunks of a pool, and allocates them ahead.
+    /// Erases chunks of a pool, and allocates chunks for holes in advance.
     Scrubber,
     /// Fills holes of mapped thin volumes, and releases chunks that the guest does not use.
     Holes,

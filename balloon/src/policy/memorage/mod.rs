@@ -106,8 +106,8 @@ impl Storage {
             .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
             .saturating_sub(sum(Tier::Pm, ZoneSizes::outstanding_grow_bytes));
         let (dram, pm) = (sum(Tier::Dram, room), sum(Tier::Pm, room));
-        // Lending only down to the watermark at which a recall ends, a unit is not recalled by the
-        // next write. The paper lets memory grow again once storage has enough pages.
+        // Lending stops at the watermark at which a recall ends. Otherwise, the next write would
+        // recall the unit. In the paper, memory grows again once storage has enough pages.
         let kept_bytes = host.storage.map_or(0, |storage| {
             let above_high_bytes = storage.above_high_bytes();
             host.pool_free_bytes.saturating_sub(above_high_bytes)

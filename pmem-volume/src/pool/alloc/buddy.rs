@@ -579,9 +579,9 @@ mod tests {
         assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
     }
 
-    /// Order in which free chunks are lent for an extent of order `wanted`. Least is first: extents
-    /// that are large enough, of these the least worn, of these the smallest. If none is large
-    /// enough, the largest. All free chunks are erased.
+    /// Rank of a free extent for a request of order `wanted`; the lowest rank is lent first.
+    /// Extents that are large enough precede others. Among them, the least worn is first, then the
+    /// smallest. If none is large enough, the largest is first. All free chunks are erased.
     fn rank(buddy: &Buddy, wanted: u8, extent: Extent) -> impl Ord + use<> {
         let (level, order) = (buddy.wear.level(extent), u64::from(extent.order));
         match extent.order >= wanted {
@@ -593,8 +593,8 @@ mod tests {
     /// Takes an extent of an order.
     type Choose = fn(&mut Buddy, u8) -> Extent;
 
-    /// Lends extents from randomly used and worn chunks. Returns false if `choose` took one from
-    /// another free extent than the first in order.
+    /// Lends extents from randomly used and worn chunks. Returns false if `choose` took one from a
+    /// free extent that does not have the lowest rank.
     fn lends_in_order(seed: u64, choose: Choose) -> bool {
         let mut random = Random::new(seed);
         let uses = (0..256).map(|_| (random.below(4) * random.below(2 * WEAR_STEP)) as u32);

@@ -29,7 +29,8 @@ impl MappedFile {
         let end = match &mapping.holes {
             // Losing bytes after the last part does not affect the device.
             None => mapping.parts.iter().map(|(_, part)| part.end).max().unwrap_or(0),
-            // Holes may get any part of the file. A device has no length, and cannot be truncated.
+            // Any part of the file may be mapped into a hole. A device has length 0 here, and
+            // cannot be truncated.
             Some(_) => fstat(file)?.st_size as u64,
         };
         let range = memory.add_file_range(mapping)?;

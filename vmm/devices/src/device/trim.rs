@@ -39,8 +39,8 @@ pub trait TrimVolume: Send + Sync {
     /// UUID of the BTT, as the guest sees it. `None` if the volume has no intact BTT.
     fn btt_uuid(&self) -> Option<String>;
 
-    /// Gives space back to the pool that contains nothing except the bytes `free` of the disk.
-    /// Returns the number of released bytes.
+    /// Releases the chunks that contain nothing except the bytes `free` of the disk. Returns the
+    /// number of released bytes.
     fn release_reported(&self, free: &[Range<u64>]) -> Result<u64, MediaError>;
 }
 
@@ -48,7 +48,7 @@ pub trait TrimVolume: Send + Sync {
 type Volumes = Mutex<Vec<Arc<dyn TrimVolume>>>;
 
 /// Thread that serves the command. One connection is served at a time. Dropping it waits for the
-/// end of the thread, so the device whose ports lead to it must be dropped before.
+/// end of the thread, so the vsock device must be dropped before it.
 pub struct TrimService {
     volumes: Arc<Volumes>,
     connections: Option<mpsc::Sender<UnixStream>>,

@@ -98,7 +98,7 @@ impl FileRanges {
                 .map_file(*at, len, mapping.file, part.start, access)
                 .map_err(|source| MemoryError::Map { len, source })?;
         }
-        // Before the guest may store there.
+        // The holes are mapped before the guest can store into them.
         let holes = self.map_holes(&reservation, mapping)?;
         let mut memory = self.view.exclusive();
         memory.add_region(region(guest, &reservation)?, Arc::clone(&reservation))?;
@@ -164,7 +164,8 @@ pub struct MappedRange {
     pub reservation: Arc<Reservation>,
     slot: u32,
     files: Arc<FileRanges>,
-    /// Dropped last, because the guest and devices may wait for it until the range is removed.
+    /// Dropped last, because stores of the guest and devices wait for it until the range is
+    /// removed.
     holes: Option<(HoleFiller, HeldMappings)>,
 }
 

@@ -93,7 +93,7 @@ pub struct BuiltVolume {
 /// Sizes of an attached volume. The value does not keep the volume open.
 #[derive(Clone, Debug)]
 pub enum Sizes {
-    /// Reported by a volume that is mapped.
+    /// Reported by a mapped volume.
     OfVolume(Weak<dyn PoolVolume>),
     /// Reported by the device, because a thin volume gets chunks while its guest writes, and any
     /// volume may grow.

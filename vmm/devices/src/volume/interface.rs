@@ -8,9 +8,9 @@
 //! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 //!
-//! `auto` selects `virtio-blk` for a thin volume, because only there discards release space. The
-//! others need a VMM that can fill holes while the guest stores into them, and a store cannot fail,
-//! so all of the volume must be guaranteed.
+//! `auto` selects `virtio-blk` for a thin volume, because only its discards release space. The
+//! other interfaces need a VMM that can fill holes while the guest stores into them. A store cannot
+//! fail, so all of the volume must be guaranteed.
 
 use std::collections::BTreeSet;
 

@@ -379,7 +379,7 @@ async fn execute(vmm: &Client, call: Call) -> anyhow::Result<String> {
             put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
         }
         Call::GrowPool(GrowPool { path, size, force }) => {
-            // The VMM may have another current folder.
+            // The VMM may have another working directory.
             let path = std::path::absolute(path)?;
             let body = GrowPoolRequest { path, size, force };
             put(vmm, "pool.grow", Some(serde_json::to_string(&body)?)).await

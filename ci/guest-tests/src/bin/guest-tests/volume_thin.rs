@@ -263,7 +263,7 @@ fn thin_nvdimm_keeps_files_over_reboots_and_kills() -> Result<()> {
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;
-    // Our engine reads what the guest's driver wrote, and the other way around.
+    // Our engine reads data that the guest's driver wrote, and the reverse.
     let guest = boot(guest_with(&pool, "interface=virtio-blk"), "/dev/vda")?;
     guest.run_within(
         IO_LIMIT,

@@ -52,8 +52,8 @@ impl Orders {
     }
 
     fn take(&self) -> Vec<Order> {
-        // Before the orders are taken, so that a later one makes the descriptor readable again. It
-        // is not readable without an order.
+        // The descriptor is read before the orders are taken, so that a later order makes it
+        // readable again. It is not readable without an order.
         let _ = rustix::io::read(&self.arrived, &mut [0; 8]);
         self.queue.lock().as_mut().map(std::mem::take).unwrap_or_default()
     }
@@ -114,7 +114,7 @@ impl Server {
                 Change::Withdraw => self.withdraw(index),
                 Change::GiveBack => self.give_back(index),
             });
-            // The other side waits for it.
+            // The receiver waits for the reply, so this cannot fail.
             let _ = reply.send(result);
         }
     }
@@ -134,7 +134,8 @@ impl Server {
         if self.withdrawn.remove(&index)
             && let Some(file_offset) = self.source.volume.chunk_offset(index)
         {
-            // Otherwise, the guest would find zeros in place of its data.
+            // If the mapping fails, the guest would read zeros instead of its data, so the failure
+            // is reported.
             self.map(index, file_offset)
                 .inspect_err(|err| (self.source.on_failure)(err.to_string()))?;
             self.is_mapped[index as usize] = true;

@@ -7,7 +7,7 @@
 //!
 //! The vCPU that waits may hold a lock of the guest, or one of KVM. Therefore, the thread that
 //! fills holes takes no lock of guest memory, of KVM slots or of the VM. Another thread allocates
-//! chunks ahead, so that most stores wait only for the mapping.
+//! chunks in advance, so that most stores wait only for the mapping.
 
 mod chunk_access;
 mod stock;
@@ -47,9 +47,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 pub struct HoleMetrics {
     /// Times from the report of a store to its repetition.
     pub fills: LatencyHistogram,
-    /// Stores for which no chunk was allocated ahead.
+    /// Stores for which no chunk was allocated in advance.
     pub unstocked: AtomicU64,
-    /// Chunks that are allocated ahead.
+    /// Chunks that are allocated in advance.
     pub stocked: AtomicU64,
     /// Bytes that the guest's trim commands have released.
     pub released_bytes: AtomicU64,
@@ -63,12 +63,12 @@ pub struct HoleSource {
     pub metrics: Arc<HoleMetrics>,
     /// Called when the pool is full. The store waits.
     pub on_full: Box<dyn Fn() + Send>,
-    /// Called with the reason when the store is not stored in the pool. Must prevent the guest from
+    /// Called with the reason when a store does not reach the pool. Must prevent the guest from
     /// continuing.
     pub on_failure: Box<dyn Fn(String) + Send>,
 }
 
-/// Volume with chunks that are allocated ahead of stores.
+/// Volume with chunks that are allocated before the guest stores into them.
 struct Stocked {
     volume: Arc<dyn PoolVolume>,
     metrics: Arc<HoleMetrics>,
@@ -121,7 +121,7 @@ impl HoleFiller {
             access,
             reported: None,
         };
-        // Dropped in case of an error, which ends the first thread.
+        // After an error, dropping this value ends the first thread.
         let mut filler = Self { end, orders, stocked, threads: Vec::new() };
         let stocked = Arc::clone(&filler.stocked);
         let threads = &mut filler.threads;
@@ -225,7 +225,7 @@ struct Server {
     reported: Option<Instant>,
 }
 
-/// Reason why a store is not stored in the pool.
+/// Reason why a store does not reach the pool.
 #[derive(Debug, thiserror::Error)]
 enum FillError {
     #[error(transparent)]

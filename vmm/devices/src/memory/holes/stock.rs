@@ -1,11 +1,11 @@
-//! Choice of chunks that are allocated ahead of the guest's stores, without side effects.
+//! Choice of chunks that are allocated before the guest stores into them, without side effects.
 //!
-//! A guest that stores into a chunk next to a filled one is expected to go on, so the next holes
+//! A guest that stores into the chunk after a filled one is expected to continue, so the next holes
 //! get chunks in the background. Chunks that the guest does not use become holes again.
 
 use std::collections::VecDeque;
 
-/// Number of holes that are filled ahead of a store.
+/// Number of holes after that of a store that are filled in advance.
 const AHEAD: usize = 4;
 
 /// Maximum number of chunks that wait for a store.

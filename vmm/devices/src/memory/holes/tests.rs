@@ -23,7 +23,7 @@ fn is_skipped() -> bool {
     refusal.inspect(|reason| eprintln!("skipped: {reason}")).is_some()
 }
 
-/// Volume of which nothing is present, and whose allocations have scripted results.
+/// Volume without chunks, whose allocations have scripted results.
 struct Scripted {
     volume: Arc<dyn PoolVolume>,
     failures: Mutex<VecDeque<MediaError>>,

@@ -1,8 +1,8 @@
 //! Faults of anonymous memory that this process handles (userfaultfd(2)).
 //!
 //! Only stores fault. Loads find zeros, which the kernel provides itself. Faults of absent pages
-//! could not serve the guest, because KVM's asynchronous page faults request even pages that the
-//! guest only reads as writable (Linux virt/kvm/async_pf.c).
+//! are not used, because for them, KVM's asynchronous page faults request every page as writable,
+//! even if the guest only reads it (Linux virt/kvm/async_pf.c).
 
 use std::fs::File;
 use std::io;
@@ -160,7 +160,7 @@ impl Userfaults {
     /// range later, which ends the reports for those parts.
     pub fn map_zeros(&self, reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
         reservation.map_anonymous(offset, len)?;
-        // A huge page would not fit to the page tables of protected pages.
+        // A huge page cannot share the page tables of protected small pages.
         reservation.advise_small_pages(offset, len);
         let range = || AddressRange { start: reservation.addr() + offset, len };
         let mut register = Register { range: range(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
