@@ -496,8 +496,17 @@ mod tests {
         ("snapshot", "snapshots are not implemented"),
     ];
     /// Subcommands that ch-remote does not have.
-    const OURS: [&str; 8] =
-        ["add-pm-volume", "completion", "events", "man", "memory", "pool", "pressure", "volumes"];
+    const OURS: [&str; 9] = [
+        "add-pm-volume",
+        "completion",
+        "events",
+        "grow-pool",
+        "man",
+        "memory",
+        "pool",
+        "pressure",
+        "volumes",
+    ];
 
     #[test]
     fn subcommands_include_all_of_ch_remote() {
