@@ -58,7 +58,8 @@ fn needed(kind: ThreadKind) -> CapabilitySet {
         | ThreadKind::Memory
         | ThreadKind::Writer
         | ThreadKind::Scrubber
-        | ThreadKind::Holes => CapabilitySet::empty(),
+        | ThreadKind::Holes
+        | ThreadKind::Trim => CapabilitySet::empty(),
     }
 }
 

@@ -32,12 +32,14 @@ pub enum ThreadKind {
     ConsoleFile,
     /// Erases chunks of a pool, and allocates chunks for holes in advance.
     Scrubber,
-    /// Fills holes of mapped thin volumes, and releases chunks that the guest does not use.
+    /// Fills holes of mapped thin volumes.
     Holes,
+    /// Serves commands of the guest that release chunks of mapped thin volumes.
+    Trim,
 }
 
 impl ThreadKind {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::SetUp,
         Self::Api,
         Self::Vcpu,
@@ -50,6 +52,7 @@ impl ThreadKind {
         Self::ConsoleFile,
         Self::Scrubber,
         Self::Holes,
+        Self::Trim,
     ];
 
     /// Returns the kind of a thread by its name, for tests of all threads of a VMM.
@@ -65,7 +68,8 @@ impl ThreadKind {
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,
             "pool-scrubber" | "_stock" => Self::Scrubber,
-            "_holes" | "_trim" => Self::Holes,
+            "_holes" => Self::Holes,
+            "_trim" => Self::Trim,
             "_vcpus" => Self::Vcpu,
             _ if is_numbered(name, "vcpu") => Self::Vcpu,
             _ => {

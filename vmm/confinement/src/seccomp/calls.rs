@@ -50,6 +50,7 @@ pub(super) fn allowed(kind: ThreadKind) -> Vec<Allowed> {
         ThreadKind::ConsoleFile => console_file(),
         ThreadKind::Scrubber => scrubber(),
         ThreadKind::Holes => holes(),
+        ThreadKind::Trim => trim(),
     };
     [every_thread(), own].concat()
 }
@@ -337,14 +338,21 @@ fn scrubber() -> Vec<Allowed> {
     [transfers(), always(&[SYS_mincore])].concat()
 }
 
-/// Allocation of chunks for stores of the guest, and their mapping. Release of other chunks.
+/// Allocation of chunks for stores of the guest, and their mapping.
 fn holes() -> Vec<Allowed> {
+    let register = u64::from(request::UFFDIO_REGISTER);
     [
-        scrubber(),
-        always(&[SYS_poll]),
-        ioctl(&[request::UFFDIO_REGISTER, request::UFFDIO_WAKE, request::UFFDIO_WRITEPROTECT]),
+        trim(),
+        ioctl(&[request::UFFDIO_WAKE, request::UFFDIO_WRITEPROTECT]),
+        // Not USERFAULTFD_IOC_NEW, whose type and number are the same.
+        vec![Allowed { call: SYS_ioctl, conditions: vec![is(1, INT, &[register])] }],
     ]
     .concat()
+}
+
+/// Commands of the guest, and the release of chunks.
+fn trim() -> Vec<Allowed> {
+    [scrubber(), always(&[SYS_poll])].concat()
 }
 
 /// Construction of VMs and devices. Other threads inherit this filter, and then add their own.

@@ -46,7 +46,7 @@ pub(super) const VHOST_SET_VRING_ERR: u32 = 0xaf22;
 pub(super) const VHOST_NET_SET_BACKEND: u32 = 0xaf30;
 
 // linux/userfaultfd.h.
-pub(super) const UFFDIO_REGISTER: u32 = 0xaa00;
+pub(super) const UFFDIO_REGISTER: u32 = 0xc020_aa00;
 pub(super) const UFFDIO_WAKE: u32 = 0xaa02;
 pub(super) const UFFDIO_WRITEPROTECT: u32 = 0xaa06;
 

@@ -60,7 +60,7 @@ impl TrimService {
         let volumes = Arc::new(Volumes::default());
         let (sender, mut connections) = mpsc::channel(BACKLOG);
         let served = Arc::clone(&volumes);
-        let thread = spawn_confined(ThreadKind::Holes, "_trim", move || {
+        let thread = spawn_confined(ThreadKind::Trim, "_trim", move || {
             while let Some(stream) = connections.blocking_recv() {
                 if let Err(err) = serve(stream, &served) {
                     rate_limited!(info, %err, "The connection of a trim command has failed");
