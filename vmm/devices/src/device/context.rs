@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -64,6 +65,8 @@ pub struct DeviceContext {
     pub emitter: EventEmitter,
     /// Service for commands of the guest that release space of volumes.
     pub trims: TrimService,
+    /// Set when the machine ends. From then on, the guest's stores do not wait for space.
+    pub is_ending: Arc<AtomicBool>,
     pub machine: MachineParts,
 }
 
@@ -84,6 +87,7 @@ impl DeviceContext {
             work: DeviceWork::new(Vec::new()),
             emitter: EventEmitter::new(machine.events.clone()),
             trims: TrimService::start()?,
+            is_ending: Arc::default(),
             machine,
         })
     }

@@ -178,12 +178,14 @@ impl MappedRange {
 
 impl Drop for MappedRange {
     fn drop(&mut self) {
-        let Self { guest, reservation, slot, files, .. } = self;
+        let Self { guest, reservation, slot, files, holes } = self;
         // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
             let (start, len) = (guest.start, guest.len);
             rate_limited!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
+            // The guest can still store into holes.
+            std::mem::forget(holes.take());
             return;
         }
         files.remove_region(*guest, reservation);

@@ -258,6 +258,7 @@ fn hole_source(
     context: &DeviceContext,
 ) -> HoleSource {
     let (name, stop, watched) = (config.name.clone(), stop_guest(context), Arc::clone(watched));
+    let inhibitor = Arc::clone(&context.inhibitor);
     HoleSource {
         device: Arc::clone(&context.machine.userfaults),
         pool: Arc::clone(pool),
@@ -271,8 +272,11 @@ fn hole_source(
         .notify,
         on_failure: Box::new(move |reason| {
             watched.fail(reason.clone());
+            // The vCPU that stores is in the guest, and must not continue there.
+            inhibitor.stop();
             stop(format!("store to volume {name} failed: {reason}"));
         }),
+        is_ending: Arc::clone(&context.is_ending),
     }
 }
 

@@ -13,6 +13,7 @@ pub(super) mod vcpus;
 pub(crate) mod zone_metrics;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use balloon::proto::descriptor_bytes;
 use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
@@ -79,13 +80,14 @@ pub(crate) struct KvmMachine {
 
 impl Drop for KvmMachine {
     /// Ends the machine in this order:
-    /// 1. All vCPUs are requested to leave the guest, before the first one is waited for. Some
+    /// 1. Stores no longer wait for space. All vCPUs are requested to leave the guest, before the first one is waited for. Some
     ///    vCPUs may wait for devices. The event loops of the devices are released, so that these
     ///    vCPUs can leave.
     /// 2. Devices return their queues and stop their worker threads.
     /// 3. Removed devices end, so that the next machine can use their files.
     /// 4. The fields are dropped in the order of their declaration, memory last.
     fn drop(&mut self) {
+        self.context.is_ending.store(true, Ordering::SeqCst);
         drop(self.pause());
         self.context.emitter.silence();
         self.context.work.dismiss();

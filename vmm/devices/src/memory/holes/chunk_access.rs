@@ -77,19 +77,23 @@ pub struct ChunkAccess(pub(super) Arc<Orders>);
 impl ChunkAccess {
     fn order(&self, change: Change, units: &[Range<u64>]) -> Result<(), MediaError> {
         let index = |unit: &Range<u64>| (unit.start / CHUNK_BYTES) as u32;
-        units.chunks(ORDER_CHUNKS).try_for_each(|units| {
+        // All units are ordered, and the first error is returned.
+        let mut result = Ok(());
+        for units in units.chunks(ORDER_CHUNKS) {
             let (reply, replied) = mpsc::channel();
             let indexes = units.iter().map(index).collect();
             self.0.add(Order { change, indexes, reply });
             // The sender is dropped without a reply at the end of the thread.
             let ended = Err(io::Error::other("the volume is being removed"));
-            replied.recv().unwrap_or(ended).map_err(|source| MediaError::Io {
+            let changed = replied.recv().unwrap_or(ended).map_err(|source| MediaError::Io {
                 operation: "change of the mapping",
                 offset_bytes: units[0].start,
                 length_bytes: units.len() as u64 * CHUNK_BYTES,
                 source,
-            })
-        })
+            });
+            result = result.and(changed);
+        }
+        result
     }
 }
 
@@ -110,19 +114,27 @@ impl Server {
     /// Carries out the orders that have arrived.
     pub(super) fn obey(&mut self) {
         for Order { change, indexes, reply } in self.orders.take() {
-            let result = indexes.into_iter().try_for_each(|index| match change {
-                Change::Withdraw => self.withdraw(index),
-                Change::GiveBack => self.give_back(index),
-            });
+            // No chunk remains withdrawn after an error.
+            let mut result = Ok(());
+            for index in indexes {
+                let changed = match change {
+                    Change::Withdraw => self.withdraw(index),
+                    Change::GiveBack => self.give_back(index),
+                };
+                result = result.and(changed);
+            }
             // The receiver waits for the reply, so this cannot fail.
             let _ = reply.send(result);
         }
     }
 
     fn withdraw(&mut self, index: u32) -> io::Result<()> {
-        self.withdrawn.insert(index);
-        let at = index as usize;
-        if std::mem::replace(&mut self.is_mapped[at], false) {
+        if !self.withdrawn.insert(index) {
+            return Ok(());
+        }
+        // Otherwise, the stock could release the chunk after it is given back.
+        self.stocked.forget(index);
+        if std::mem::replace(&mut self.is_mapped[index as usize], true) {
             let offset = u64::from(index) * CHUNK_BYTES;
             self.userfaults.map_zeros(&self.reservation, offset, CHUNK_BYTES)?;
         }
@@ -131,15 +143,28 @@ impl Server {
 
     /// Maps a chunk again, unless it was released.
     fn give_back(&mut self, index: u32) -> io::Result<()> {
-        if self.withdrawn.remove(&index)
-            && let Some(file_offset) = self.source.volume.chunk_offset(index)
-        {
-            // If the mapping fails, the guest would read zeros instead of its data, so the failure
-            // is reported.
-            self.map(index, file_offset)
-                .inspect_err(|err| (self.source.on_failure)(err.to_string()))?;
-            self.is_mapped[index as usize] = true;
+        if !self.withdrawn.remove(&index) {
+            return Ok(());
         }
-        Ok(())
+        let file_offset = self.source.volume.chunk_offset(index);
+        let result = match file_offset {
+            Some(_) if self.has_stores(index) => {
+                Err(io::Error::other("the guest stored into a chunk that it reported as free"))
+            }
+            Some(file_offset) => self.map(index, file_offset),
+            None => Ok(()),
+        };
+        self.is_mapped[index as usize] = file_offset.is_some();
+        // The guest would find other content than it has stored.
+        result.inspect_err(|err| (self.source.on_failure)(err.to_string()))
+    }
+
+    /// Returns true if something was stored between the mapping of zeros and their protection.
+    fn has_stores(&self, index: u32) -> bool {
+        let start = self.reservation.addr() + u64::from(index) * CHUNK_BYTES;
+        // SAFETY: the reservation maps these addresses, which are multiples of 8, and no reference
+        // points there.
+        let load = |at: u64| unsafe { (at as *const u64).read_volatile() };
+        (start..start + CHUNK_BYTES).step_by(8).any(|at| load(at) != 0)
     }
 }

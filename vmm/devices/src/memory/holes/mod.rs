@@ -18,7 +18,7 @@ mod userfault;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -66,6 +66,8 @@ pub struct HoleSource {
     /// Called with the reason when a store does not reach the pool. Must prevent the guest from
     /// continuing.
     pub on_failure: Box<dyn Fn(String) + Send>,
+    /// Set when the VM ends. From then on, stores do not wait for space.
+    pub is_ending: Arc<AtomicBool>,
 }
 
 /// Volume with chunks that are allocated before the guest stores into them.
@@ -184,21 +186,27 @@ impl Stocked {
         result
     }
 
-    /// Removes the chunk at `index` from the stock, so that it is not released.
-    fn take(&self, index: u32, is_mapped: &[bool]) {
+    /// Removes the chunk at `index` from the stock for a store, so that it is not released. Returns
+    /// false if it was not in the stock.
+    fn take(&self, index: u32, is_mapped: &[bool]) -> bool {
         loop {
             match self.update(|stock| stock.take(index, is_mapped)) {
-                Taken::Stocked => return,
-                Taken::Missing => {
-                    self.metrics.unstocked.fetch_add(1, Ordering::Relaxed);
-                    return;
-                }
-                Taken::Releasing => {
-                    let is_being_released = |state: &mut State| state.stock.is_releasing(index);
-                    self.changed.wait_while(&mut self.state.lock(), is_being_released);
-                }
+                Taken::Stocked => return true,
+                Taken::Missing => return false,
+                Taken::Releasing => self.wait_for_release(index),
             }
         }
+    }
+
+    /// Removes the chunk at `index` from the stock, without a store.
+    fn forget(&self, index: u32) {
+        self.update(|stock| stock.forget(index));
+        self.wait_for_release(index);
+    }
+
+    fn wait_for_release(&self, index: u32) {
+        let is_being_released = |state: &mut State| state.stock.is_releasing(index);
+        self.changed.wait_while(&mut self.state.lock(), is_being_released);
     }
 }
 
@@ -206,7 +214,8 @@ impl Stocked {
 struct Store {
     index: u32,
     since: Instant,
-    is_taken: bool,
+    /// Set when the lack of a stocked chunk is counted.
+    is_counted: bool,
 }
 
 /// Thread that fills holes.
@@ -218,7 +227,8 @@ struct Server {
     source: HoleSource,
     userfaults: Userfaults,
     reservation: Arc<Reservation>,
-    /// Chunks that are mapped from the pool.
+    /// Chunks that are mapped from the pool or withdrawn. The others are holes, for which the stock
+    /// may allocate chunks.
     is_mapped: Vec<bool>,
     access: Access,
     /// Time of the last report of a full pool.
@@ -244,7 +254,7 @@ impl Server {
                     Ok(Some(address)) => waiting.push(Store {
                         index: ((address - self.reservation.addr()) / CHUNK_BYTES) as u32,
                         since: Instant::now(),
-                        is_taken: false,
+                        is_counted: false,
                     }),
                     Ok(None) => break,
                     Err(err) => {
@@ -278,12 +288,16 @@ impl Server {
             return false;
         }
         if !self.is_mapped[at] {
-            if !std::mem::replace(&mut store.is_taken, true) {
-                self.stocked.take(store.index, &self.is_mapped);
+            // At each attempt, because other stores may have added the chunk to the stock since.
+            let is_stocked = self.stocked.take(store.index, &self.is_mapped);
+            if !is_stocked && !std::mem::replace(&mut store.is_counted, true) {
+                self.source.metrics.unstocked.fetch_add(1, Ordering::Relaxed);
             }
             match self.fill(store.index) {
                 Ok(()) => {}
-                Err(FillError::Media(MediaError::Full { .. })) => {
+                Err(FillError::Media(MediaError::Full { .. }))
+                    if !self.source.is_ending.load(Ordering::SeqCst) =>
+                {
                     self.report_full();
                     return false;
                 }

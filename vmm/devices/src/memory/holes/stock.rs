@@ -44,20 +44,25 @@ impl Stock {
         if self.is_releasing(index) {
             return Taken::Releasing;
         }
-        if self.in_progress == Some(Step::Provision(index)) {
-            // The caller waits for the allocation, and owns the chunk then.
-            self.in_progress = None;
-        }
-        let place = self.stocked.iter().position(|other| *other == index);
-        place.map(|place| self.stocked.remove(place));
-        self.wanted.retain(|other| *other != index);
+        let is_stocked = self.stocked.contains(&index);
+        // The caller waits for an allocation in progress, and owns the chunk then.
+        self.forget(index);
         let at = index as usize;
-        if place.is_some() || at > 0 && is_mapped[at - 1] {
+        if is_stocked || at > 0 && is_mapped[at - 1] {
             let holes = (at + 1..is_mapped.len()).filter(|next| !is_mapped[*next]);
             let next: Vec<_> = holes.take(AHEAD).map(|next| next as u32).collect();
             self.wanted = next.into_iter().filter(|next| !self.has(*next)).collect();
         }
-        if place.is_some() { Taken::Stocked } else { Taken::Missing }
+        if is_stocked { Taken::Stocked } else { Taken::Missing }
+    }
+
+    /// Removes the chunk at `index`. The caller must wait for the end of its release.
+    pub(super) fn forget(&mut self, index: u32) {
+        self.wanted.retain(|other| *other != index);
+        self.stocked.retain(|other| *other != index);
+        if self.in_progress == Some(Step::Provision(index)) {
+            self.in_progress = None;
+        }
     }
 
     fn has(&self, index: u32) -> bool {
