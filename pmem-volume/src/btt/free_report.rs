@@ -21,6 +21,12 @@ pub trait GuestAccess {
 
     /// Gives access back. Units that were released are holes.
     fn give_back(&mut self, units: &[Range<u64>]) -> Result<(), MediaError>;
+
+    /// Returns false if the guest may use the reported space again, or if the call should end soon.
+    /// It is called often, so it must be quick. Once false, it stays false.
+    fn may_continue(&self) -> bool {
+        true
+    }
 }
 
 /// Minimum number of units that are released together.
@@ -28,26 +34,33 @@ const MIN_GROUP: usize = 256;
 /// Maximum number of groups, because each of them reads the map once more.
 const MAX_GROUPS: usize = 64;
 
-/// Releases units that contain nothing except `free` bytes of the disk, which the guest must not
-/// use during the call. Returns the number of released bytes.
+/// Releases units that contain nothing except `free` bytes of the disk. The guest must not use them
+/// while [`GuestAccess::may_continue`] is true. Returns the number of released bytes.
 ///
 /// 1. Find the units.
 /// 2. Take access to a group of them from the guest.
 /// 3. Make the volume durable. Otherwise, a power failure could restore a map entry that names a
 ///    block in a unit.
 /// 4. Keep units in which a block has another owner now. The guest's report was wrong then.
-/// 5. Release the others, durably, and give access back.
+/// 5. Release the others, durably, unless the report no longer holds. A report that holds now was
+///    true when access was taken, and no store has reached the units since.
+/// 6. Give access back.
 pub fn release_reported(
     space: &impl Media,
     free: &[Range<u64>],
     access: &mut dyn GuestAccess,
 ) -> Result<u64, MediaError> {
     let Some(unit_bytes) = space.release_unit_bytes() else { return Ok(0) };
-    let mut units = reported_units(space, unit_bytes, free)?;
+    let report = Report { free: merged(free), unit_bytes };
+    let mut units = report.units(space, &|_| true, access)?;
     units.retain(|unit| !matches!(space.next_data(unit.clone()), Ok(None)));
     let mut released_bytes = 0;
     for group in units.chunks(MIN_GROUP.max(units.len().div_ceil(MAX_GROUPS))) {
-        let released = access.withdraw(group).and_then(|()| release_group(space, group, free));
+        if !access.may_continue() {
+            break;
+        }
+        let withdrawn = access.withdraw(group);
+        let released = withdrawn.and_then(|()| release_group(space, group, &report, access));
         access.give_back(group)?;
         released_bytes += released? * unit_bytes;
     }
@@ -59,12 +72,15 @@ pub fn release_reported(
 fn release_group(
     space: &impl Media,
     group: &[Range<u64>],
-    free: &[Range<u64>],
+    report: &Report,
+    access: &dyn GuestAccess,
 ) -> Result<u64, MediaError> {
     space.persist(&stored_parts(space, &(0..space.len_bytes())))?;
-    let unit_bytes = group[0].end - group[0].start;
-    let mut still = reported_units(space, unit_bytes, free)?;
-    still.retain(|unit| group.binary_search_by_key(&unit.start, |other| other.start).is_ok());
+    let is_in_group = |unit: &Range<u64>| group.binary_search_by_key(&unit.start, |of| of.start);
+    let still = report.units(space, &|unit| is_in_group(unit).is_ok(), access)?;
+    if !access.may_continue() {
+        return Ok(0);
+    }
     let kept = space.release(&still, &|_| false)?;
     Ok((still.len() - kept.len()) as u64)
 }
@@ -93,23 +109,51 @@ impl UnitBlocks {
     }
 }
 
-/// Returns the units, in order, that can be released if the guest does not use the bytes `free` of
-/// its disk. Units with other parts of an arena, and units of damaged arenas, are omitted.
-fn reported_units(
-    space: &impl Media,
+/// Report of a guest.
+struct Report {
+    /// Free bytes of the disk. The ranges are sorted and do not touch, so that each map entry is
+    /// read once even if a hostile guest names its sector often.
+    free: Vec<Range<u64>>,
     unit_bytes: u64,
-    free: &[Range<u64>],
-) -> Result<Vec<Range<u64>>, MediaError> {
-    let mut units = Vec::new();
-    let mut first_sector = 0;
-    for arena in arenas(space) {
-        // The sectors of later arenas are unknown without the size of this one.
-        let Ok((info, _)) = arena else { break };
-        let sectors = sectors_of(&info, first_sector, free);
-        units.extend(units_of_arena(space, &info, unit_bytes, &sectors)?);
-        first_sector += u64::from(info.sectors);
+}
+
+/// Sorts ranges, and merges those that overlap or touch.
+fn merged(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut sorted = ranges.to_vec();
+    sorted.sort_unstable_by_key(|range| range.start);
+    sorted.dedup_by(|next, range| {
+        let touches = next.start <= range.end;
+        if touches {
+            range.end = range.end.max(next.end);
+        }
+        touches
+    });
+    sorted
+}
+
+impl Report {
+    /// Returns the units, in order, that can be released if the report is true and that are
+    /// `wanted`. Units with other parts of an arena, and units of damaged arenas, are omitted.
+    /// There is none if the call should end.
+    fn units(
+        &self,
+        space: &impl Media,
+        wanted: &dyn Fn(&Range<u64>) -> bool,
+        access: &dyn GuestAccess,
+    ) -> Result<Vec<Range<u64>>, MediaError> {
+        let mut units = Vec::new();
+        let mut first_sector = 0;
+        for arena in arenas(space) {
+            // The sectors of later arenas are unknown without the size of this one.
+            let Ok((info, _)) = arena else { break };
+            let sectors = sectors_of(&info, first_sector, &self.free);
+            let found = units_of_arena(space, &info, self.unit_bytes, &sectors, wanted, access)?;
+            let Some(found) = found else { return Ok(Vec::new()) };
+            units.extend(found);
+            first_sector += u64::from(info.sectors);
+        }
+        Ok(units)
     }
-    Ok(units)
 }
 
 /// Returns the whole sectors of an arena in ranges of the disk, numbered from its first.
@@ -122,23 +166,29 @@ fn sectors_of(info: &ArenaInfo, first_sector: u64, free: &[Range<u64>]) -> Vec<R
     sectors.filter(|sectors| !sectors.is_empty()).collect()
 }
 
+/// Returns the units of an arena, or `None` if the call should end.
 fn units_of_arena(
     space: &impl Media,
     info: &ArenaInfo,
     unit_bytes: u64,
     sectors: &[Range<u32>],
-) -> Result<Vec<Range<u64>>, MediaError> {
+    wanted: &dyn Fn(&Range<u64>) -> bool,
+    access: &dyn GuestAccess,
+) -> Result<Option<Vec<Range<u64>>>, MediaError> {
     let recovery = recover(space, info);
     if sectors.is_empty() || !recovery.findings.is_empty() {
-        return Ok(Vec::new());
+        return Ok(Some(Vec::new()));
     }
     let mut units = BTreeMap::new();
     for sectors in sectors {
         let mut reader = MapReader::new(space, info, sectors.clone());
         while let Some(piece) = reader.read_next() {
+            if !access.may_continue() {
+                return Ok(None);
+            }
             for (sector, entry) in piece?.iter() {
                 let block = decode_map(sector, entry).block;
-                for unit in units_with(info, unit_bytes, block) {
+                for unit in units_with(info, unit_bytes, block).filter(wanted) {
                     let blocks = units.entry(unit.start);
                     blocks.or_insert_with(|| UnitBlocks::of(info, &unit)).mark(block);
                 }
@@ -152,7 +202,7 @@ fn units_of_arena(
         }
     }
     let whole = units.into_iter().filter(|(_, blocks)| blocks.missing == 0);
-    Ok(whole.map(|(start, _)| start..start + unit_bytes).collect())
+    Ok(Some(whole.map(|(start, _)| start..start + unit_bytes).collect()))
 }
 
 /// Returns the units with a part of a block that consist only of blocks. There is none if a damaged
@@ -171,6 +221,8 @@ fn units_with(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
     use crate::btt::arena::read_arena;
     use crate::btt::engine::tests::format_small;
@@ -227,7 +279,7 @@ mod tests {
             holds_any(unit, info, &self.of_sectors) || holds_any(unit, info, &self.of_lanes)
         }
 
-        /// Broken variant of [`reported_units`], which ignores the lanes.
+        /// Broken variant of [`Report::units`], which ignores the lanes.
         fn units_without_sectors(&self, info: &ArenaInfo) -> impl Iterator<Item = Range<u64>> {
             let end = info.block_at(info.blocks - 1) + PAGE_BYTES;
             let units = info.data_at.div_ceil(UNIT_BYTES)..end / UNIT_BYTES;
@@ -252,7 +304,7 @@ mod tests {
             let from = random.below(u64::from(SECTORS));
             let free = [0..from.saturating_sub(3), from..u64::from(SECTORS)];
             let used = UsedBlocks::find(&media, &info, &free);
-            let units = reported_units(&media, UNIT_BYTES, &free.clone().map(bytes_of)).unwrap();
+            let units = reported_units(&media, &free.clone().map(bytes_of));
             assert!(!units.iter().any(|unit| used.any_in(unit, &info)), "{units:?}");
             units_found += units.len();
             let mut broken = used.units_without_sectors(&info);
@@ -274,6 +326,11 @@ mod tests {
         fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
             Ok(())
         }
+    }
+
+    fn reported_units(space: &impl Media, free: &[Range<u64>]) -> Vec<Range<u64>> {
+        let report = Report { free: merged(free), unit_bytes: UNIT_BYTES };
+        report.units(space, &|_| true, &Shared(|| {})).unwrap()
     }
 
     fn thin<M: Media>(media: M) -> ThinMedia<M> {
@@ -308,7 +365,7 @@ mod tests {
     /// [`release_reported`].
     fn release(space: &impl Media, free: &[Range<u64>], mut write: impl FnMut(), is_broken: bool) {
         if is_broken {
-            let units = reported_units(space, UNIT_BYTES, free).unwrap();
+            let units = reported_units(space, free);
             write();
             assert_eq!(space.release(&units, &|_| false).unwrap(), []);
         } else {
@@ -359,11 +416,104 @@ mod tests {
         }
     }
 
+    /// Guest whose command ends, or whose VM ends, at some point.
+    struct Ending<F> {
+        /// Number of checks after which the call may not continue.
+        checks: Cell<usize>,
+        /// Effect of the first withdrawal.
+        then: Option<F>,
+        /// The broken variant does not notice that the command has ended.
+        is_broken: bool,
+    }
+
+    impl<F: FnOnce()> Ending<F> {
+        fn new(checks: usize, then: F, is_broken: bool) -> Self {
+            Self { checks: Cell::new(checks), then: Some(then), is_broken }
+        }
+    }
+
+    impl<F: FnOnce()> GuestAccess for Ending<F> {
+        fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            self.then.take().expect("no second group")();
+            self.checks.set(0);
+            Ok(())
+        }
+
+        fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            Ok(())
+        }
+
+        fn may_continue(&self) -> bool {
+            let left = self.checks.get();
+            self.checks.set(left.saturating_sub(1));
+            left > 0 || self.is_broken
+        }
+    }
+
+    #[test]
+    fn report_that_ends_after_the_withdrawal_releases_nothing() {
+        for is_broken in [false, true] {
+            let media = new_simulator();
+            let thin = thin(&media);
+            let mut writer = Writer::new(&thin, 1);
+            fill(&mut writer, 0..SECTORS, 1);
+            // The process with the file has died, and another file has its sectors.
+            let write = || fill(&mut writer, FREE, 2);
+            let mut access = Ending::new(usize::MAX, write, is_broken);
+            let bytes = release_reported(&thin, &[bytes_of(16..48)], &mut access).unwrap();
+            assert_eq!(bytes > 0, is_broken, "{bytes}");
+            assert_eq!(wrong_sector(&media, FREE, &[2]).is_some(), is_broken);
+        }
+    }
+
+    #[test]
+    fn call_ends_at_the_next_piece_of_the_map() {
+        let media = new_simulator();
+        let thin = thin(&media);
+        fill(&mut Writer::new(&thin, 1), 0..SECTORS, 1);
+        let separate: Vec<_> = (0..24).map(|at| bytes_of(2 * at..2 * at + 1)).collect();
+        for checks in 0..24 {
+            let withdraw = || panic!("the guest loses access after {checks} checks");
+            let mut access = Ending::new(checks, withdraw, false);
+            assert_eq!(release_reported(&thin, &separate, &mut access).unwrap(), 0);
+            assert_eq!(access.checks.get(), 0);
+        }
+    }
+
+    #[test]
+    fn sector_is_read_once_however_often_it_is_reported() {
+        let media = new_simulator();
+        let thin = thin(&media);
+        fill(&mut Writer::new(&thin, 1), 0..SECTORS, 1);
+        let checks_of = |free: &[Range<u64>]| {
+            let access = Ending::new(usize::MAX, || {}, false);
+            let report = Report { free: merged(free), unit_bytes: UNIT_BYTES };
+            let units = report.units(&thin, &|_| true, &access).unwrap();
+            (usize::MAX - access.checks.get(), units)
+        };
+        let (checks, units) = checks_of(&[bytes_of(0..48)]);
+        assert!(units.len() >= 4 && checks > 0, "{checks} {units:?}");
+        let overlapping: Vec<_> = (0..1 << 20).map(|at| at % 999..48 * PAGE_BYTES).collect();
+        assert_eq!(checks_of(&[&overlapping[..], &[bytes_of(0..48)]].concat()), (checks, units));
+    }
+
+    #[test]
+    fn second_pass_finds_only_units_of_its_group() {
+        let media = new_simulator();
+        let thin = thin(&media);
+        fill(&mut Writer::new(&thin, 1), 0..SECTORS, 1);
+        let free = [bytes_of(0..48)];
+        let all = reported_units(&thin, &free);
+        let report = Report { free: merged(&free), unit_bytes: UNIT_BYTES };
+        let found = report.units(&thin, &|unit| *unit == all[1], &Shared(|| {})).unwrap();
+        assert_eq!(found, all[1..2]);
+    }
+
     #[test]
     fn only_whole_sectors_of_the_disk_are_reported() {
         let media = MemoryMedia::new(VOLUME_BYTES);
         format_small(&media, SECTORS, LANES);
-        let units = |free: &[Range<u64>]| reported_units(&media, UNIT_BYTES, free).unwrap().len();
+        let units = |free: &[Range<u64>]| reported_units(&media, free).len();
         let all = units(&[bytes_of(0..48)]);
         assert!(all >= 10, "{all}");
         assert_eq!(units(&[]), 0);
@@ -380,6 +530,6 @@ mod tests {
         format_small(&media, SECTORS, LANES);
         let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
         media.store(info.flog_at, &[0xff; 16]).unwrap();
-        assert_eq!(reported_units(&media, UNIT_BYTES, &[bytes_of(0..48)]).unwrap(), []);
+        assert_eq!(reported_units(&media, &[bytes_of(0..48)]), []);
     }
 }
