@@ -23,6 +23,11 @@ pub(crate) enum DiskError {
         "{path} is on {device}, which is not a BTT disk of a volume (/dev/pmem*s) or its partition"
     )]
     NoBtt { path: PathBuf, device: String },
+    #[error(
+        "the free space of {path} ends at byte {end_bytes} of {disk}, whose size is {size_bytes} \
+         bytes, so another device contains a part of it"
+    )]
+    OtherDevice { path: PathBuf, end_bytes: u64, disk: String, size_bytes: u64 },
     #[error("cannot read {path}")]
     Read { path: PathBuf, source: std::io::Error },
 }
@@ -48,6 +53,8 @@ pub(super) struct Disk {
     pub btt_uuid: String,
     /// Offset of the file system on the disk.
     pub offset_bytes: u64,
+    /// Size of the partition or disk with the file system.
+    pub size_bytes: u64,
 }
 
 impl Disk {
@@ -65,6 +72,26 @@ impl Disk {
         Self::find(*file_system, &device, path, sys)
     }
 
+    /// Returns the ranges of the disk that contain `extents`, which are offsets and lengths in the
+    /// file system at `path`. An extent after the end of the partition or disk is on another device
+    /// of the file system.
+    pub(super) fn ranges(
+        &self,
+        extents: &[[u64; 2]],
+        path: &Path,
+    ) -> Result<Vec<[u64; 2]>, DiskError> {
+        let range = |[offset_bytes, length_bytes]: &[u64; 2]| {
+            let end_bytes = offset_bytes.saturating_add(*length_bytes);
+            if end_bytes > self.size_bytes {
+                let (path, disk) = (path.into(), self.name.clone());
+                let size_bytes = self.size_bytes;
+                return Err(DiskError::OtherDevice { path, end_bytes, disk, size_bytes });
+            }
+            Ok([self.offset_bytes.saturating_add(*offset_bytes), *length_bytes])
+        };
+        extents.iter().map(range).collect()
+    }
+
     fn find(
         file_system: FileSystem,
         device: &str,
@@ -79,12 +106,14 @@ impl Disk {
         let uuid_path = disk.join("device/uuid");
         let btt_uuid = fs::read_to_string(&uuid_path).map_err(|_| no_btt())?.trim().to_owned();
         let start = if is_partition { read_number(&device.join("start"))? } else { 0 };
+        let size = read_number(&device.join("size"))?;
         let name = disk.file_name().map(|name| name.to_string_lossy().into_owned());
         Ok(Self {
             file_system,
             name: name.unwrap_or_default(),
             btt_uuid,
             offset_bytes: start.saturating_mul(SECTOR_BYTES),
+            size_bytes: size.saturating_mul(SECTOR_BYTES),
         })
     }
 }
@@ -109,6 +138,7 @@ mod tests {
             ("devices/btt0.0/block/pmem0s/size", "99\n"),
             ("devices/btt0.0/block/pmem0s/pmem0s1/partition", "1\n"),
             ("devices/btt0.0/block/pmem0s/pmem0s1/start", "2048\n"),
+            ("devices/btt0.0/block/pmem0s/pmem0s1/size", "80\n"),
             ("devices/virtual/block/dm-0/size", "99\n"),
             ("dev/block/none", ""),
         ]);
@@ -122,14 +152,15 @@ mod tests {
             symlink(format!("../../devices/{target}"), link).unwrap();
         }
         let find = |number| Disk::find(FileSystem::Xfs, number, Path::new("/mnt"), tree.path());
-        let disk = |offset_bytes| Disk {
+        let disk = |offset_bytes, size_bytes| Disk {
             file_system: FileSystem::Xfs,
             name: "pmem0s".to_owned(),
             btt_uuid: "0a0b".to_owned(),
             offset_bytes,
+            size_bytes,
         };
-        assert_eq!(find("259:0").unwrap(), disk(0));
-        assert_eq!(find("259:1").unwrap(), disk(1 << 20));
+        assert_eq!(find("259:0").unwrap(), disk(0, 99 * 512));
+        assert_eq!(find("259:1").unwrap(), disk(1 << 20, 80 * 512));
         for number in ["254:0", "0:39"] {
             let error = find(number).unwrap_err().to_string();
             assert!(
@@ -137,6 +168,27 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn extent_after_the_end_of_the_partition_is_refused() {
+        let disk = Disk {
+            file_system: FileSystem::F2fs,
+            name: "pmem0s".to_owned(),
+            btt_uuid: "0a0b".to_owned(),
+            offset_bytes: 1 << 20,
+            size_bytes: 40960,
+        };
+        let ranges = |extents: &[[u64; 2]]| disk.ranges(extents, Path::new("/mnt"));
+        let placed = vec![[1 << 20, 4096], [(1 << 20) + 8192, 32768]];
+        assert_eq!(ranges(&[[0, 4096], [8192, 32768]]).unwrap(), placed);
+        let error = ranges(&[[0, 4096], [8192, 32769]]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "the free space of /mnt ends at byte 40961 of pmem0s, whose size is 40960 bytes, so \
+             another device contains a part of it"
+        );
+        assert!(ranges(&[[u64::MAX, 4096]]).is_err());
     }
 
     #[test]

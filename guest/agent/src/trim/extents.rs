@@ -42,6 +42,17 @@ const PLAIN: u32 = FIEMAP_EXTENT_LAST | FIEMAP_EXTENT_UNWRITTEN | FIEMAP_EXTENT_
 /// _IOW(0xf5, 13, __u32) (Linux uapi/linux/f2fs.h).
 const F2FS_IOC_SET_PIN_FILE: libc::Ioctl = 0x4004_f50d_u32 as libc::Ioctl;
 
+/// `struct fsxattr` (Linux uapi/linux/fs.h).
+#[repr(C)]
+struct Fsxattr {
+    xflags: u32,
+    others: [u32; 6],
+}
+
+/// _IOR('X', 31, struct fsxattr).
+const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801c_581f_u32 as libc::Ioctl;
+const FS_XFLAG_REALTIME: u32 = 1;
+
 /// Returns offset and length on the device of each extent of a file, in ascending order.
 pub(super) fn of(file: &File) -> io::Result<Vec<[u64; 2]>> {
     let (mut ranges, mut start) = (Vec::new(), 0);
@@ -84,11 +95,37 @@ pub(super) fn pin(file: &File) -> io::Result<()> {
     }
 }
 
+/// Returns true if XFS stores the data of a file on its realtime device. The file inherits this
+/// from its folder (xfs_inode_inherit_flags in Linux fs/xfs).
+#[expect(unsafe_code, reason = "rustix has no attributes of XFS")]
+pub(super) fn is_realtime(file: &File) -> io::Result<bool> {
+    let mut attributes = Fsxattr { xflags: 0, others: [0; 6] };
+    // SAFETY: the kernel fills the structure.
+    match unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FSGETXATTR, &raw mut attributes) } {
+        0.. => Ok(attributes.xflags & FS_XFLAG_REALTIME != 0),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
 
     use super::*;
+
+    #[test]
+    fn ordinary_file_is_not_on_a_realtime_device() {
+        // The number of the request contains the size of the structure.
+        assert_eq!((FS_IOC_FSGETXATTR >> 16 & 0x3fff) as usize, size_of::<Fsxattr>());
+        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        match is_realtime(&file) {
+            Err(error) => {
+                let code = error.raw_os_error();
+                assert!([Some(libc::ENOTTY), Some(libc::EOPNOTSUPP)].contains(&code), "{error}");
+            }
+            Ok(is_realtime) => assert!(!is_realtime),
+        }
+    }
 
     #[test]
     fn extents_cover_a_file_that_has_blocks() {

@@ -35,6 +35,8 @@ pub(crate) enum TrimError {
     Allocate { path: PathBuf, source: io::Error },
     #[error("cannot read the extents of the free space of {path}")]
     Extents { path: PathBuf, source: io::Error },
+    #[error("files in {path} are on the realtime device of XFS, which trim does not support")]
+    Realtime { path: PathBuf },
     #[error("the free space has {count} parts, but the maximum is {MAX_TRIM_RANGES}")]
     TooManyParts { count: usize },
     #[error(
@@ -78,9 +80,11 @@ pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimme
     let mut socket = connect(address)?;
     let taken = take_free_space(&directory, disk.file_system);
     let taken = taken.map_err(|source| TrimError::Allocate { path: folder.into(), source })?;
-    let mut ranges =
-        extents::of(&taken).map_err(|source| TrimError::Extents { path: folder.into(), source })?;
-    ranges.iter_mut().for_each(|range| range[0] += disk.offset_bytes);
+    let extents_error = |source| TrimError::Extents { path: folder.into(), source };
+    if disk.file_system == FileSystem::Xfs && extents::is_realtime(&taken).map_err(extents_error)? {
+        return Err(TrimError::Realtime { path: folder.into() });
+    }
+    let ranges = disk.ranges(&extents::of(&taken).map_err(extents_error)?, folder)?;
     if ranges.len() > MAX_TRIM_RANGES {
         return Err(TrimError::TooManyParts { count: ranges.len() });
     }
