@@ -128,10 +128,21 @@ fn report(
     ranges: &[[u64; 2]],
 ) -> Result<u64, TrimError> {
     let mut line = Vec::new();
-    for message in TrimMessage::all(btt_uuid, ranges) {
+    let sent = TrimMessage::all(btt_uuid, ranges).try_for_each(|message| {
         encode_line(&message, &mut line);
-        socket.write_all(&line)?;
+        socket.write_all(&line)
+    });
+    let Err(error) = sent else { return receive_answer(socket) };
+    let is_closed =
+        matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset);
+    // A VMM that refuses a message sends the answer and closes the connection.
+    match is_closed.then(|| receive_answer(socket)) {
+        None | Some(Err(TrimError::NoAnswer | TrimError::Broken(_))) => Err(error.into()),
+        Some(answer) => answer,
     }
+}
+
+fn receive_answer(socket: &mut impl Read) -> Result<u64, TrimError> {
     let (mut reader, mut buffer) = (LineReader::new(), [0; 4096]);
     loop {
         let len = socket.read(&mut buffer)?;
@@ -216,6 +227,23 @@ mod tests {
         let (result, named) = report_to(&line, &[]);
         assert_eq!(result.unwrap_err().to_string(), "the VMM refuses: no such disk");
         assert_eq!(named, [] as [[u64; 2]; 0]);
+    }
+
+    #[test]
+    fn answer_of_a_vmm_that_refuses_early_is_returned() {
+        let ranges: Vec<_> = (0..MAX_TRIM_RANGES as u64).map(|at| [at << 20, 1 << 12]).collect();
+        let refuse = |answer: &[u8]| {
+            let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+            theirs.write_all(answer).unwrap();
+            drop(theirs);
+            report(&mut ours, "uuid", &ranges).unwrap_err()
+        };
+        let mut line = Vec::new();
+        let failed = TrimAnswer::Failed { version: VERSION, reason: "no such disk".to_owned() };
+        encode_line(&failed, &mut line);
+        assert_eq!(refuse(&line).to_string(), "the VMM refuses: no such disk");
+        let lost = refuse(b"").to_string();
+        assert_eq!(lost, "the connection to the VMM failed");
     }
 
     #[test]
