@@ -80,16 +80,55 @@ pub(crate) fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -
 /// because threads inherit the mask.
 #[expect(unsafe_code, reason = "rustix has no masks of signals and no signalfd")]
 pub(crate) fn watch_termination() -> io::Result<OwnedFd> {
-    // SAFETY: `set` outlives the calls, and sigemptyset initializes it before others read it. The
-    // kernel has just created the descriptor, and only the result owns it.
+    let set = signal_set(&[libc::SIGTERM, libc::SIGINT]);
+    // SAFETY: `set` outlives the calls. The kernel has just created the descriptor, and only the
+    // result owns it.
     unsafe {
-        let mut set: libc::sigset_t = mem::zeroed();
-        libc::sigemptyset(&raw mut set);
-        libc::sigaddset(&raw mut set, libc::SIGTERM);
-        libc::sigaddset(&raw mut set, libc::SIGINT);
         check(libc::sigprocmask(libc::SIG_BLOCK, &raw const set, ptr::null_mut()))?;
         let flags = libc::SFD_CLOEXEC | libc::SFD_NONBLOCK;
         Ok(OwnedFd::from_raw_fd(check(libc::signalfd(-1, &raw const set, flags))?))
+    }
+}
+
+#[expect(unsafe_code, reason = "rustix has no masks of signals")]
+fn signal_set(signals: &[libc::c_int]) -> libc::sigset_t {
+    // SAFETY: the set is plain data, and sigemptyset initializes it before others read it.
+    unsafe {
+        let mut set: libc::sigset_t = mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for signal in signals {
+            libc::sigaddset(&raw mut set, *signal);
+        }
+        set
+    }
+}
+
+/// Signals that are blocked in this thread. Dropping it restores the earlier mask, and a signal
+/// that has arrived takes effect.
+pub(crate) struct BlockedSignals {
+    earlier: libc::sigset_t,
+}
+
+impl BlockedSignals {
+    /// Blocks the signals with which users and service managers end a process.
+    #[expect(unsafe_code, reason = "rustix has no masks of signals")]
+    pub(crate) fn of_termination() -> Self {
+        let mut earlier = signal_set(&[]);
+        let set = signal_set(&[libc::SIGTERM, libc::SIGINT, libc::SIGHUP]);
+        // SAFETY: the sets outlive the call. It fails only for an invalid operation.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, &raw mut earlier) };
+        Self { earlier }
+    }
+}
+
+impl Drop for BlockedSignals {
+    #[expect(unsafe_code, reason = "rustix has no masks of signals")]
+    fn drop(&mut self) {
+        // SAFETY: the set outlives the call, which initialized it. It fails only for an invalid
+        // operation.
+        unsafe {
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.earlier, ptr::null_mut());
+        }
     }
 }
 
@@ -220,6 +259,22 @@ mod tests {
         let (count, events) = allocations::count(|| poll(fds, u64::MAX));
         assert_eq!((count, events.expect("polls")), (0, [nothing, nothing, PollFlags::IN]));
         assert_eq!(poll([in_of(None)], 0).expect("polls"), [nothing], "and if all are missing");
+    }
+
+    #[test]
+    fn termination_signals_are_blocked_until_the_value_is_dropped() {
+        let blocked = || {
+            let status = std::fs::read_to_string("/proc/thread-self/status").expect("proc");
+            let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:"));
+            let mask = u64::from_str_radix(mask.expect("a mask").trim(), 16).expect("a number");
+            let signals = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+            signals.map(|signal| mask & 1 << (signal - 1) != 0)
+        };
+        assert_eq!(blocked(), [false; 3]);
+        let signals = BlockedSignals::of_termination();
+        assert_eq!(blocked(), [true; 3]);
+        drop(signals);
+        assert_eq!(blocked(), [false; 3]);
     }
 
     #[test]

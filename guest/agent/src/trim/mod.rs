@@ -9,7 +9,7 @@ mod extents;
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -77,7 +77,9 @@ pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimme
     let directory = directory.map_err(open_error)?;
     let disk = Disk::of(&directory, folder, sys)?;
     // Connected first, because taking the free space is useless without a VMM that listens.
-    let mut socket = connect(address)?;
+    let socket = connect(address)?;
+    // A signal must not end the process while the VMM relies on the file.
+    let _signals = sys::BlockedSignals::of_termination();
     let taken = take_free_space(&directory, disk.file_system);
     let taken = taken.map_err(|source| TrimError::Allocate { path: folder.into(), source })?;
     let extents_error = |source| TrimError::Extents { path: folder.into(), source };
@@ -89,6 +91,8 @@ pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimme
         return Err(TrimError::TooManyParts { count: ranges.len() });
     }
     let free_bytes = ranges.iter().map(|[_, bytes]| bytes).sum();
+    // Dropped before the file, because variables are dropped in reverse order.
+    let mut socket = release_before(&taken, socket.into())?;
     let released_bytes = report(&mut socket, &disk.btt_uuid, &ranges)?;
     Ok(Trimmed { disk: disk.name, free_bytes, released_bytes })
 }
@@ -119,6 +123,22 @@ fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<F
     }
     file.sync_all()?;
     Ok(file)
+}
+
+/// Returns a duplicate of the connection that ends before the file is released if SIGKILL ends this
+/// process.
+///
+/// The kernel closes descriptors in ascending order (close_files in Linux fs/file.c), but it then
+/// releases their files in the opposite order (task_work_run in kernel/task_work.c runs the newest
+/// work first). The connection must therefore have a higher number than the file.
+///
+/// Guaranteed: the guest's kernel has queued the end of the connection before the blocks of the
+/// file are free. Not guaranteed: that the VMM has received it by then. A VMM whose last check is
+/// in this interval may release blocks that another file already uses. This is unlikely, because a
+/// file system needs a commit or a checkpoint before it uses freed blocks again.
+fn release_before(file: &File, socket: OwnedFd) -> io::Result<UnixStream> {
+    let above = rustix::io::fcntl_dupfd_cloexec(&socket, file.as_raw_fd() + 1)?;
+    Ok(UnixStream::from(above))
 }
 
 /// Reports free ranges of a disk to the VMM. Returns the number of bytes that the VMM released.
@@ -244,6 +264,17 @@ mod tests {
         assert_eq!(refuse(&line).to_string(), "the VMM refuses: no such disk");
         let lost = refuse(b"").to_string();
         assert_eq!(lost, "the connection to the VMM failed");
+    }
+
+    #[test]
+    fn connection_has_a_higher_number_than_the_file() {
+        let (socket, mut peer) = UnixStream::pair().unwrap();
+        let file = File::open("/proc/self/stat").unwrap();
+        let socket = release_before(&file, socket.into()).unwrap();
+        assert!(socket.as_raw_fd() > file.as_raw_fd());
+        // The lower number was closed, so the connection ends with the higher one.
+        drop(socket);
+        assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0);
     }
 
     #[test]
