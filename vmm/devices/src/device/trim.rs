@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -19,7 +19,9 @@ use balloon::proto::{
 use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use parking_lot::Mutex;
 use pmem_volume::media::MediaError;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::io::Errno;
 use thiserror::Error;
 use tokio::sync::mpsc;
 use tracing::info;
@@ -39,18 +41,24 @@ pub trait TrimVolume: Send + Sync {
     /// UUID of the BTT, as the guest sees it. `None` if the volume has no intact BTT.
     fn btt_uuid(&self) -> Option<String>;
 
-    /// Releases the chunks that contain nothing except the bytes `free` of the disk. Returns the
-    /// number of released bytes.
-    fn release_reported(&self, free: &[Range<u64>]) -> Result<u64, MediaError>;
+    /// Releases the chunks that contain nothing except the bytes `free` of the disk, as long as
+    /// `may_continue` returns true. Returns the number of released bytes.
+    fn release_reported(
+        &self,
+        free: &[Range<u64>],
+        may_continue: &dyn Fn() -> bool,
+    ) -> Result<u64, MediaError>;
 }
 
 /// Volumes that the guest may trim.
 type Volumes = Mutex<Vec<Arc<dyn TrimVolume>>>;
 
-/// Thread that serves the command. One connection is served at a time. Dropping it waits for the
-/// end of the thread, so the vsock device must be dropped before it.
+/// Thread that serves the command. One connection is served at a time. Dropping it ends the command
+/// in progress and waits for the end of the thread, so the vsock device must be dropped before it.
 pub struct TrimService {
     volumes: Arc<Volumes>,
+    /// Readable when the thread should end.
+    stop: Arc<OwnedFd>,
     connections: Option<mpsc::Sender<UnixStream>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -59,15 +67,16 @@ impl TrimService {
     pub fn start() -> io::Result<Self> {
         let volumes = Arc::new(Volumes::default());
         let (sender, mut connections) = mpsc::channel(BACKLOG);
-        let served = Arc::clone(&volumes);
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let (served, stopped) = (Arc::clone(&volumes), Arc::clone(&stop));
         let thread = spawn_confined(ThreadKind::Trim, "_trim", move || {
             while let Some(stream) = connections.blocking_recv() {
-                if let Err(err) = serve(stream, &served) {
+                if let Err(err) = serve(stream, &served, &stopped) {
                     rate_limited!(info, %err, "The connection of a trim command has failed");
                 }
             }
         })?;
-        Ok(Self { volumes, connections: Some(sender), thread: Some(thread) })
+        Ok(Self { volumes, stop, connections: Some(sender), thread: Some(thread) })
     }
 
     /// Receiver of non-blocking connections from the guest.
@@ -86,6 +95,7 @@ impl TrimService {
 impl Drop for TrimService {
     fn drop(&mut self) {
         self.connections = None;
+        rustix::io::write(&self.stop, &1_u64.to_ne_bytes()).expect("the counter is 0");
         if let Some(thread) = self.thread.take() {
             thread.join().expect("the thread of trim commands does not panic");
         }
@@ -139,7 +149,11 @@ impl Request {
         Ok(false)
     }
 
-    fn carry_out(&self, volumes: &Volumes) -> Result<u64, TrimError> {
+    fn carry_out(
+        &self,
+        volumes: &Volumes,
+        may_continue: &dyn Fn() -> bool,
+    ) -> Result<u64, TrimError> {
         let Some(uuid) = &self.uuid else { return Ok(0) };
         let volumes = volumes.lock().clone();
         let is_named = |volume: &Arc<dyn TrimVolume>| volume.btt_uuid().as_ref() == Some(uuid);
@@ -151,7 +165,7 @@ impl Request {
             several => return Err(TrimError::AmbiguousDisk { uuid, count: several.len() }),
         };
         let name = volume.name();
-        let released_bytes = volume.release_reported(&self.free).map_err(|err| {
+        let released_bytes = volume.release_reported(&self.free, may_continue).map_err(|err| {
             TrimError::Release { volume: name.to_owned(), reason: foreshore_types::chain(&err) }
         })?;
         info!(volume = name, released_bytes, "The guest has trimmed a volume");
@@ -160,12 +174,13 @@ impl Request {
 }
 
 /// Serves a connection until the command has an answer.
-fn serve(stream: UnixStream, volumes: &Volumes) -> io::Result<()> {
+fn serve(stream: UnixStream, volumes: &Volumes, stop: &OwnedFd) -> io::Result<()> {
     fcntl_setfl(&stream, OFlags::empty())?;
     let mut file = File::from(OwnedFd::from(stream));
-    let Some(result) = receive(&mut file)? else { return Ok(()) };
+    let Some(result) = receive(&mut file, stop)? else { return Ok(()) };
     let version = PROTOCOL_VERSION;
-    let answer = match result.and_then(|request| request.carry_out(volumes)) {
+    let may_continue = || may_continue(&file, stop);
+    let answer = match result.and_then(|request| request.carry_out(volumes, &may_continue)) {
         Ok(released_bytes) => TrimAnswer::Trimmed { version, released_bytes },
         Err(err) => TrimAnswer::Failed { version, reason: foreshore_types::chain(&err) },
     };
@@ -174,14 +189,40 @@ fn serve(stream: UnixStream, volumes: &Volumes) -> io::Result<()> {
     file.write_all(&line)
 }
 
-/// Receives the messages of a command. Returns `None` if the command ends before its last message.
-fn receive(from: &mut impl Read) -> io::Result<Option<Result<Request, TrimError>>> {
+/// Returns true while the service runs and the command holds the free space. A command that ends
+/// closes its connection, and the guest may then use the space. A failure counts as an end.
+fn may_continue(connection: &File, stop: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let ended = events(connection, PollFlags::RDHUP, stop, Some(&now));
+    matches!(ended, Ok(Some(ended)) if ended.is_empty())
+}
+
+/// Waits for events of a connection. Returns `None` if the service stops.
+fn events(
+    connection: &File,
+    wanted: PollFlags,
+    stop: &OwnedFd,
+    timeout: Option<&Timespec>,
+) -> io::Result<Option<PollFlags>> {
+    let wanted = [(connection.as_fd(), wanted), (stop.as_fd(), PollFlags::IN)];
+    let mut fds = wanted.map(|(fd, events)| PollFd::from_borrowed_fd(fd, events));
+    while let Err(err) = poll(&mut fds, timeout) {
+        if err != Errno::INTR {
+            return Err(err.into());
+        }
+    }
+    Ok(fds[1].revents().is_empty().then(|| fds[0].revents()))
+}
+
+/// Receives the messages of a command. Returns `None` if the command ends before its last message,
+/// or if the service stops.
+fn receive(from: &mut File, stop: &OwnedFd) -> io::Result<Option<Result<Request, TrimError>>> {
     let (mut request, mut lines) = (Request::default(), LineReader::new());
     let mut buffer = vec![0; 8192];
-    loop {
+    while events(from, PollFlags::IN, stop, None)?.is_some() {
         let len = from.read(&mut buffer)?;
         if len == 0 {
-            return Ok(None);
+            break;
         }
         let mut input = &buffer[..len];
         while let Some(next) = lines.next(&mut input) {
@@ -196,11 +237,13 @@ fn receive(from: &mut impl Read) -> io::Result<Option<Result<Request, TrimError>
             }
         }
     }
+    Ok(None)
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader};
+    use std::time::{Duration, Instant};
 
     use balloon::proto::decode_trim_answer;
 
@@ -213,11 +256,13 @@ mod tests {
         uuid: Option<&'static str>,
         trimmed: Mutex<Vec<Range<u64>>>,
         fails: bool,
+        /// Receives a message when a release starts, which then continues as long as it may.
+        started: Option<std::sync::mpsc::SyncSender<()>>,
     }
 
     impl Fake {
         fn new(uuid: Option<&'static str>, fails: bool) -> Arc<Self> {
-            Arc::new(Self { uuid, trimmed: Mutex::default(), fails })
+            Arc::new(Self { uuid, trimmed: Mutex::default(), fails, started: None })
         }
     }
 
@@ -234,9 +279,23 @@ mod tests {
             self.uuid.map(str::to_owned)
         }
 
-        fn release_reported(&self, free: &[Range<u64>]) -> Result<u64, MediaError> {
+        fn release_reported(
+            &self,
+            free: &[Range<u64>],
+            may_continue: &dyn Fn() -> bool,
+        ) -> Result<u64, MediaError> {
             if self.fails {
                 return Err(MediaError::ReadOnly);
+            }
+            if let Some(started) = &self.started {
+                assert!(may_continue());
+                started.send(()).unwrap();
+                let deadline = Instant::now() + Duration::from_secs(60);
+                while may_continue() {
+                    assert!(Instant::now() < deadline, "the release goes on");
+                    std::thread::yield_now();
+                }
+                return Ok(0);
             }
             self.trimmed.lock().extend_from_slice(free);
             Ok(free.iter().map(|range| range.end - range.start).sum())
@@ -337,10 +396,46 @@ mod tests {
     #[test]
     fn service_ends_although_a_command_has_not() {
         let service = service(&[]);
-        let (ours, theirs) = UnixStream::pair().unwrap();
+        // The first command sends nothing. The second one waits for it.
+        let commands = [(); 2].map(|()| UnixStream::pair().unwrap());
+        let ours = commands.map(|(ours, theirs)| {
+            service.connections().blocking_send(theirs).unwrap();
+            ours
+        });
+        drop(service);
+        for mut ours in ours {
+            assert_eq!(ours.read(&mut [0; 8]).unwrap(), 0);
+        }
+    }
+
+    /// Starts a release that continues as long as it may.
+    fn start_release() -> (TrimService, UnixStream) {
+        let (started, start) = std::sync::mpsc::sync_channel(0);
+        let (uuid, trimmed) = (Some(UUID), Mutex::default());
+        let volume = Arc::new(Fake { uuid, trimmed, fails: false, started: Some(started) });
+        let service = service(&[&volume]);
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
         service.connections().blocking_send(theirs).unwrap();
-        // The device that is dropped before the service closes the connections.
+        ours.write_all(&lines(TrimMessage::all(UUID, &[[0, 1]]))).unwrap();
+        start.recv().unwrap();
+        (service, ours)
+    }
+
+    #[test]
+    fn release_ends_when_the_command_or_the_service_ends() {
+        // The next command is served after the release.
+        let (service, ours) = start_release();
         drop(ours);
+        let nothing = TrimAnswer::Trimmed { version: 1, released_bytes: 0 };
+        assert_eq!(send(&service, &lines(TrimMessage::all(UUID, &[]))), nothing);
+
+        let (_service, ours) = start_release();
+        ours.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut line = Vec::new();
+        BufReader::new(&ours).read_until(b'\n', &mut line).unwrap();
+        assert_eq!(decode_trim_answer(&line).unwrap(), nothing);
+
+        let (service, _ours) = start_release();
         drop(service);
     }
 }

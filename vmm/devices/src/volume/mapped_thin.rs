@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+use pmem_volume::btt::GuestAccess;
 use pmem_volume::media::MediaError;
 
 use crate::device::TrimVolume;
@@ -16,6 +17,26 @@ pub(super) struct MappedThinVolume {
     pub volume: Weak<dyn PoolVolume>,
     pub access: ChunkAccess,
     pub metrics: Arc<HoleMetrics>,
+}
+
+/// Access of the guest while its command holds the space that it has reported.
+struct AccessDuringCommand<'a> {
+    access: ChunkAccess,
+    may_continue: &'a dyn Fn() -> bool,
+}
+
+impl GuestAccess for AccessDuringCommand<'_> {
+    fn withdraw(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+        self.access.withdraw(units)
+    }
+
+    fn give_back(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+        self.access.give_back(units)
+    }
+
+    fn may_continue(&self) -> bool {
+        (self.may_continue)()
+    }
 }
 
 impl TrimVolume for MappedThinVolume {
@@ -31,9 +52,14 @@ impl TrimVolume for MappedThinVolume {
         self.volume.upgrade()?.btt_uuid()
     }
 
-    fn release_reported(&self, free: &[Range<u64>]) -> Result<u64, MediaError> {
+    fn release_reported(
+        &self,
+        free: &[Range<u64>],
+        may_continue: &dyn Fn() -> bool,
+    ) -> Result<u64, MediaError> {
         let Some(volume) = self.volume.upgrade() else { return Ok(0) };
-        let released_bytes = volume.release_reported(free, &mut self.access.clone())?;
+        let mut access = AccessDuringCommand { access: self.access.clone(), may_continue };
+        let released_bytes = volume.release_reported(free, &mut access)?;
         self.metrics.released_bytes.fetch_add(released_bytes, Ordering::Relaxed);
         Ok(released_bytes)
     }
