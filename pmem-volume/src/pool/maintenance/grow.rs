@@ -39,41 +39,47 @@ impl Pool {
     }
 
     /// Enlarges an open pool as [`Pool::grow_with`] does, while other threads use it. They wait
-    /// only while the chunk table is written.
+    /// only while the growth is checked and the chunk table is written.
     pub fn grow_in_use(
         &self,
         size_bytes: Option<u64>,
         force: bool,
         progress: OnProgress<'_>,
     ) -> Result<(), PoolError> {
-        let (path, media, old) = (&*self.path, self.media(), self.superblock());
-        let size_bytes = self.target_bytes(&old, size_bytes)?;
-        let new = plan(&old, size_bytes)?;
-        let added = old.size_bytes()..size_bytes;
-        let table = new_table(&old, &new);
-        let own_bytes = table.as_ref().map_or(0, |range| range.end - range.start);
-        let needed_bytes = if new.is_thin { own_bytes } else { added.end - added.start };
-        if media.media_kind().is_device() {
-            check_device(path, size_bytes, self.device_bytes()?)?;
-            if !force {
-                self.check_range_empty(added.clone())?;
-            }
-        } else {
-            check_free_space(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
-        }
-        self.grow_on(size_bytes, |media| media.grow(added, table.as_ref(), progress)).map_err(
+        let (path, media) = (&*self.path, self.media());
+        let size_bytes = self.target_bytes(&self.superblock(), size_bytes)?;
+        let extend =
+            |growth: &Growth| media.grow(growth.added(), growth.new_table().as_ref(), progress);
+        self.grow_on(size_bytes, |growth| self.check_growth(growth, force), extend).map_err(
             |failure| match failure {
-                Failure::NoSpace(source) if media.media_kind().is_device() => {
+                Failure::NoSpace { source, .. } if media.media_kind().is_device() => {
                     let action = "erase the added part of";
                     PoolError::File { path: path.to_owned(), action, source }
                 }
-                Failure::NoSpace(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                Failure::NoSpace { source, .. } if source.raw_os_error() == Some(libc::EFBIG) => {
                     file_too_large(size_bytes)
                 }
-                Failure::NoSpace(source) => no_space(path, media.file(), needed_bytes, source),
+                Failure::NoSpace { needed_bytes, source } => {
+                    no_space(path, media.file(), needed_bytes, source)
+                }
                 Failure::Pool(error) => error,
             },
         )
+    }
+
+    /// Checks that the added part fits on the device and is empty there, or that the file system
+    /// has space for it.
+    fn check_growth(&self, growth: &Growth, force: bool) -> Result<(), PoolError> {
+        let (path, media, size_bytes) = (&*self.path, self.media(), growth.new.size_bytes());
+        if media.media_kind().is_device() {
+            check_device(path, size_bytes, self.device_bytes()?)?;
+            if !force {
+                self.check_range_empty(growth.added())?;
+            }
+            return Ok(());
+        }
+        let (needed_bytes, own_bytes) = (growth.needed_bytes(), growth.table_bytes());
+        check_free_space(path, media.file(), size_bytes, needed_bytes, own_bytes)
     }
 
     /// Returns the requested size, or the size of the device.
@@ -126,17 +132,42 @@ impl Pool {
     }
 }
 
-/// Returns the range of a new chunk table in the added part of the pool, if the table moves there.
-fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
-    let start = new.chunk_table_offset;
-    (start != old.chunk_table_offset).then(|| start..new.chunk_table_end_chunk() * CHUNK_BYTES)
+/// Superblocks before and after a growth.
+pub(in crate::pool) struct Growth {
+    old: Superblock,
+    new: Superblock,
+}
+
+impl Growth {
+    /// Returns the added part of the pool.
+    pub(in crate::pool) fn added(&self) -> Range<u64> {
+        self.old.size_bytes()..self.new.size_bytes()
+    }
+
+    /// Returns the range of a new chunk table in the added part of the pool, if the table moves
+    /// there.
+    fn new_table(&self) -> Option<Range<u64>> {
+        let start = self.new.chunk_table_offset;
+        (start != self.old.chunk_table_offset)
+            .then(|| start..self.new.chunk_table_end_chunk() * CHUNK_BYTES)
+    }
+
+    fn table_bytes(&self) -> u64 {
+        self.new_table().map_or(0, |range| range.end - range.start)
+    }
+
+    /// Returns the number of bytes that the growth allocates in a file.
+    fn needed_bytes(&self) -> u64 {
+        let added = self.added();
+        if self.new.is_thin { self.table_bytes() } else { added.end - added.start }
+    }
 }
 
 /// Reason why a growth failed.
 #[derive(Debug)]
 pub(in crate::pool) enum Failure {
     /// The file could not be extended, or the device could not be erased. The pool is unchanged.
-    NoSpace(io::Error),
+    NoSpace { needed_bytes: u64, source: io::Error },
     /// The growth was refused, or the media failed. In the latter case, the next open finds the old
     /// or the new size.
     Pool(PoolError),
@@ -149,7 +180,8 @@ impl From<PoolError> for Failure {
 }
 
 impl<M: Media> Pool<M> {
-    /// Grows a pool, whose media `extend` lengthens.
+    /// Grows a pool, whose media `extend` lengthens. `check` may refuse the growth. The state is
+    /// locked meanwhile, so that no other growth changes the range that `extend` erases.
     ///
     /// 1. Announce the future file size in the superblock. From here on, a longer file is not
     ///    damage.
@@ -163,43 +195,51 @@ impl<M: Media> Pool<M> {
     pub(in crate::pool) fn grow_on(
         &self,
         size_bytes: u64,
-        extend: impl FnOnce(&M) -> io::Result<()>,
+        check: impl FnOnce(&Growth) -> Result<(), PoolError>,
+        extend: impl FnOnce(&Growth) -> io::Result<()>,
     ) -> Result<(), Failure> {
-        let new = self.announce(size_bytes)?;
-        let extended = extend(self.media());
+        let growth = self.announce(size_bytes, check)?;
+        let extended = extend(&growth);
         let mut state = self.lock_for_change()?;
         let old = self.superblock();
-        if let Err(error) = extended {
+        if let Err(source) = extended {
             // If this fails too, the next open withdraws the announcement.
             self.set_superblock(self.latch(cancel_growth(self.media(), &old))?);
-            return Err(Failure::NoSpace(error));
+            return Err(Failure::NoSpace { needed_bytes: growth.needed_bytes(), source });
         }
         // The first thin volume may have been created in the meantime.
-        let new = Superblock { has_thin_volumes: old.has_thin_volumes, ..new };
+        let new = Superblock { has_thin_volumes: old.has_thin_volumes, ..growth.new };
         self.latch(write_table(self.media(), &old, &new))?;
         self.latch(rewrite(self.media(), &new))?;
-        self.add_grown_part(&mut state, &old, &new);
+        self.add_grown_part(&mut state, &Growth { old, new });
         Ok(())
     }
 
-    /// Performs step 1, and returns the superblock after step 4.
-    fn announce(&self, size_bytes: u64) -> Result<Superblock, PoolError> {
+    /// Performs step 1, and returns the superblocks before it and after step 4.
+    fn announce(
+        &self,
+        size_bytes: u64,
+        check: impl FnOnce(&Growth) -> Result<(), PoolError>,
+    ) -> Result<Growth, PoolError> {
         let _state = self.lock_for_change()?;
         let old = self.superblock();
         if old.growing_to_bytes > 0 {
             return Err(PoolError::Growing { path: self.path.clone() });
         }
-        let new = plan(&old, size_bytes)?;
-        self.set_superblock(self.latch(announce_growth(self.media(), &old, &new))?);
-        Ok(new)
+        let growth = Growth { new: plan(&old, size_bytes)?, old };
+        check(&growth)?;
+        let announced = announce_growth(self.media(), &growth.old, &growth.new);
+        self.set_superblock(self.latch(announced)?);
+        Ok(growth)
     }
 
     /// Makes the new chunks available.
-    fn add_grown_part(&self, state: &mut State, old: &Superblock, new: &Superblock) {
+    fn add_grown_part(&self, state: &mut State, growth: &Growth) {
+        let Growth { old, new } = growth;
         self.set_superblock(new.clone());
         let is_left = |chunk: &ChunkId| old.is_metadata(*chunk) && !new.is_metadata(*chunk);
         let left = runs((0..old.chunks).map(ChunkId).filter(is_left));
-        let first = new_table(old, new).map_or(old.chunks, |_| new.chunk_table_end_chunk() as u32);
+        let first = growth.new_table().map_or(old.chunks, |_| new.chunk_table_end_chunk() as u32);
         state.buddy.free_run(Run { start: ChunkId(first), chunks: new.chunks - first });
         state.counts.total = new.chunks;
         state.counts.metadata = new.metadata_chunks();

@@ -197,7 +197,7 @@ fn reopen_after_operations(start: &Start) {
 fn grow_the_pool(start: &Start) {
     let pool = open(&start.media).unwrap();
     let size_bytes = u64::from(CHUNKS + 3) * CHUNK_BYTES;
-    pool.grow_on(size_bytes, |_| start.media.extend(size_bytes)).unwrap();
+    pool.grow_on(size_bytes, |_| Ok(()), |_| start.media.extend(size_bytes)).unwrap();
     drop(open(&start.media).unwrap());
 }
 

@@ -61,7 +61,7 @@ fn crash_in_a_growth_leaves_the_old_or_new_size_and_all_volumes() {
         let new = grow::plan(&pool.superblock(), new_bytes()).unwrap();
         assert_eq!(new.chunk_table_offset == u64::from(CHUNKS) * CHUNK_BYTES, moves);
         media.record();
-        pool.grow_on(new_bytes(), |_| media.extend(new_bytes())).unwrap();
+        pool.grow_on(new_bytes(), |_| Ok(()), |_| media.extend(new_bytes())).unwrap();
         let sizes = observed_sizes(&media, &volumes, 160).unwrap();
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
         assert_eq!(pool.superblock(), new);
@@ -87,10 +87,14 @@ fn changes_during_a_growth_survive_a_crash() {
     for table_offset in [CHUNK_BYTES, TABLE_AT_THE_END] {
         let (media, pool, before) = with_volume(table_offset);
         media.record();
-        let grown = pool.grow_on(new_bytes(), |_| {
-            change_chunks(&pool);
-            media.extend(new_bytes())
-        });
+        let grown = pool.grow_on(
+            new_bytes(),
+            |_| Ok(()),
+            |_| {
+                change_chunks(&pool);
+                media.extend(new_bytes())
+            },
+        );
         grown.unwrap();
         pool.alloc_memory(pool.info().lendable_bytes).unwrap();
         assert_states_add_up(&pool.info());
@@ -99,6 +103,40 @@ fn changes_during_a_growth_survive_a_crash() {
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
         assert_eq!(pool.check().unwrap().pool, []);
     }
+}
+
+/// Two clients may request a growth at the same time, after both have read the same size.
+#[test]
+fn each_growth_extends_the_pool_from_its_present_end() {
+    let (media, pool, _) = with_volume(CHUNK_BYTES);
+    let end = |chunks: u32| u64::from(chunks) * CHUNK_BYTES;
+    let ranges = std::cell::RefCell::new(vec![]);
+    let grow_to = |size_bytes| {
+        let check = |growth: &grow::Growth| {
+            ranges.borrow_mut().push(growth.added());
+            Ok(())
+        };
+        pool.grow_on(size_bytes, check, |growth| {
+            ranges.borrow_mut().push(growth.added());
+            // A growth in progress refuses others before their checks.
+            let second = pool.grow_on(end(GROWN + 1), |_| panic!(), |_| panic!());
+            assert!(matches!(second, Err(grow::Failure::Pool(PoolError::Growing { .. }))));
+            media.extend(size_bytes)
+        })
+    };
+    grow_to(end(GROWN)).unwrap();
+    let lent = pool.alloc_memory(end(3)).unwrap();
+    grow_to(end(GROWN + 1)).unwrap();
+    let (first, second) = (end(CHUNKS)..end(GROWN), end(GROWN)..end(GROWN + 1));
+    assert_eq!(*ranges.borrow(), [first.clone(), first, second.clone(), second]);
+    // A smaller size, and one that the check refuses, change nothing.
+    assert!(matches!(grow_to(end(GROWN)), Err(grow::Failure::Pool(PoolError::Size { .. }))));
+    let refused = |_: &grow::Growth| Err(PoolError::Growing { path: "checked".into() });
+    pool.grow_on(end(GROWN + 2), refused, |_| panic!()).unwrap_err();
+    assert_eq!(pool.superblock().growing_to_bytes, 0);
+    pool.free_memory(&lent).unwrap();
+    assert_states_add_up(&pool.info());
+    assert_eq!(pool.check().unwrap().pool, []);
 }
 
 /// In this order, changes between the copy of a table and the superblock are lost.
@@ -122,13 +160,17 @@ fn table_that_is_copied_without_the_lock_is_detected() {
 fn failed_growth_of_a_file_changes_nothing() {
     let (media, pool, volumes) = with_volume(CHUNK_BYTES);
     media.record();
-    let failure = pool.grow_on(new_bytes(), |_| {
-        // The disk becomes full after a part of the growth.
-        media.extend(new_bytes() - CHUNK_BYTES)?;
-        media.set_len(u64::from(CHUNKS) * CHUNK_BYTES);
-        Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
-    });
-    assert!(matches!(failure, Err(grow::Failure::NoSpace(_))));
+    let failure = pool.grow_on(
+        new_bytes(),
+        |_| Ok(()),
+        |_| {
+            // The disk becomes full after a part of the growth.
+            media.extend(new_bytes() - CHUNK_BYTES)?;
+            media.set_len(u64::from(CHUNKS) * CHUNK_BYTES);
+            Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
+        },
+    );
+    assert!(matches!(failure, Err(grow::Failure::NoSpace { .. })));
     assert_eq!(observed_sizes(&media, &volumes, 64).unwrap(), [u64::from(CHUNKS) * CHUNK_BYTES]);
     let again = open(&media).unwrap();
     assert_eq!(again.findings_at_open(), []);

@@ -210,7 +210,7 @@ impl World {
             self.reopen();
             return "open";
         }
-        self.pool.grow_on(size_bytes, |_| self.media.extend(size_bytes)).unwrap();
+        self.pool.grow_on(size_bytes, |_| Ok(()), |_| self.media.extend(size_bytes)).unwrap();
         "grow"
     }
 

@@ -476,10 +476,14 @@ fn grow_on_device(
     let (part, pool) = open_part(&device).unwrap();
     pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     device.record();
-    let grown = pool.grow_on(NEW, |_| {
-        part.set_len(NEW);
-        erase(&part).map_err(std::io::Error::other)
-    });
+    let grown = pool.grow_on(
+        NEW,
+        |_| Ok(()),
+        |_| {
+            part.set_len(NEW);
+            erase(&part).map_err(std::io::Error::other)
+        },
+    );
     grown.unwrap();
     let (points, mut random, mut sizes) = (device.take_points(), Random::new(23), vec![]);
     for image in points.iter().flat_map(|point| point.images(64, &mut random)) {

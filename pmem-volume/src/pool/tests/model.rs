@@ -474,7 +474,9 @@ impl World {
             Operation::Grow => {
                 if self.model.chunks < CHUNKS + MAX_GROWTH {
                     let size_bytes = bytes(self.model.chunks + 1);
-                    self.pool.grow_on(size_bytes, |_| self.media.extend(size_bytes)).unwrap();
+                    self.pool
+                        .grow_on(size_bytes, |_| Ok(()), |_| self.media.extend(size_bytes))
+                        .unwrap();
                     self.model.chunks += 1;
                 }
                 (Outcome::Done, Outcome::Done)
