@@ -15,8 +15,9 @@ use crate::CHUNK_BYTES;
 use crate::media::Media;
 
 /// Plans to remove the arenas of the volume `space` that do not fit into `size_bytes`. They must
-/// not have data, and all info blocks must be intact. Returns the words that unlink them, with
-/// their offsets in the volume. They must become durable together with the new size.
+/// not have data, and all info blocks must be intact and without holes. Returns the words that
+/// unlink them, with their offsets in the volume. They must become durable together with the new
+/// size.
 pub fn reduce(space: &impl Media, size_bytes: u64) -> Result<Vec<(u64, u64)>, BttError> {
     let mut infos = Vec::new();
     for (arena, result) in arenas(space).into_iter().enumerate() {
@@ -42,7 +43,16 @@ pub fn reduce(space: &impl Media, size_bytes: u64) -> Result<Vec<(u64, u64)>, Bt
     let last = &infos[fitting - 1];
     let mut block = InfoBytes::new_zeroed();
     space.read(last.start_bytes, block.as_mut_bytes()).map_err(BttError::Media)?;
-    Ok(next_words(&block, last.start_bytes, 0))
+    let words = next_words(&block, last.start_bytes, 0);
+    for (at, _) in &words {
+        // An info block of another program may span two chunks, and the second may be a hole if the
+        // checksum is zero.
+        if space.next_data(*at..at + 8).map_err(BttError::Media)?.is_none() {
+            let reason = "its checksum is in a hole".to_owned();
+            return Err(BttError::Damaged { arena: fitting - 1, reason });
+        }
+    }
+    Ok(words)
 }
 
 /// Returns the end of an arena itself, without the space up to the next one.

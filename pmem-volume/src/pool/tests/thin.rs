@@ -434,51 +434,89 @@ fn seal_with_zero(info: &mut [u8; 4096]) {
     info[36..40].copy_from_slice(&low.wrapping_add(first).wrapping_neg().to_le_bytes());
 }
 
-/// Another program may place an arena so that its info block spans two chunks. If the second half
-/// contains only zeros, its chunk may be a hole.
-#[test]
-fn growth_allocates_a_chunk_for_a_checksum_in_a_hole() {
-    let (_media, pool) = new_pool_of(44, |superblock| superblock.volume_slots = 4);
+/// Start of an arena whose info block spans two chunks.
+const IN_TWO_CHUNKS: u64 = 10 * CHUNK_BYTES - 2048;
+
+/// Creates a thin BTT volume of `chunks`, in which another program has placed the arenas after the
+/// first one at `starts`. The checksum of the one at [`IN_TWO_CHUNKS`] is zero and in a hole.
+fn with_checksum_in_a_hole(chunks: u64, starts: &[u64]) -> (Simulator, Arc<OtherPool>) {
+    let (media, pool) = new_pool_of(44, |superblock| superblock.volume_slots = 4);
     let size = |chunks| VolumeSize::Bytes(chunks * CHUNK_BYTES);
     let options =
         VolumeOptions { size: size(9), format: VolumeFormat::Btt, thin: true, reserve_bytes: None };
     pool.create_volume_with("v", options).unwrap();
-    for chunks in [18, 27] {
+    for chunks in (18..=chunks).step_by(9) {
         pool.resize_volume("v", size(chunks), Shrink::Refuse).unwrap();
     }
     let volume = pool.open_volume("v").unwrap();
-    let read = |at| {
-        let mut info = [0; 4096];
-        volume.read(at, &mut info).unwrap();
-        info
-    };
     let field = |info: &[u8], at| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
-    const NEXT: usize = 80;
+    const FLOG: usize = 104;
     const COPY: usize = 112;
-    let moved_start = 10 * CHUNK_BYTES - 2048;
-    let mut first = read(4096);
-    let mut moved = read(4096 + field(&first, NEXT));
-    first[NEXT..NEXT + 8].copy_from_slice(&(moved_start - 4096).to_le_bytes());
-    moved[NEXT..NEXT + 8].fill(0);
-    for (start, info) in [(4096, &mut first), (moved_start, &mut moved)] {
-        seal_with_zero(info);
-        for at in [start, start + field(info, COPY)] {
-            volume.store(at, info).unwrap();
+    let mut arenas = vec![];
+    let mut from = 4096;
+    for start in std::iter::once(from).chain(starts.iter().copied()) {
+        let mut info = [0; 4096];
+        volume.read(from, &mut info).unwrap();
+        let flog = field(&info, FLOG)..field(&info, COPY);
+        let mut flog = vec![0; (flog.end - flog.start) as usize];
+        volume.read(from + field(&info, FLOG), &mut flog).unwrap();
+        from += field(&info, NEXT);
+        arenas.push((start, info, flog));
+    }
+    for (at, (start, mut info, flog)) in arenas.into_iter().enumerate() {
+        let next = starts.get(at).map_or(0, |next| next - start);
+        info[NEXT..NEXT + 8].copy_from_slice(&next.to_le_bytes());
+        seal_with_zero(&mut info);
+        if start != IN_TWO_CHUNKS {
+            // Another value of word 8, and the checksum that follows from it.
+            let word = u32::from_le_bytes(info[32..36].try_into().unwrap()).wrapping_add(1);
+            info[32..36].copy_from_slice(&word.to_le_bytes());
+            info[4088..].copy_from_slice(&(1016u64 << 32 | 1).to_le_bytes());
+        }
+        volume.store(start + field(&info, FLOG), &flog).unwrap();
+        for at in [start, start + field(&info, COPY)] {
+            volume.store(at, &info).unwrap();
             volume.persist_range(at..at + 4096).unwrap();
         }
     }
-    let checksum_at = moved_start + 4088;
-    let is_hole = |volume: &OtherVolume| {
-        let index = (checksum_at / CHUNK_BYTES) as u32;
-        !volume
-            .allocated_extents()
-            .iter()
-            .any(|e| (e.index..e.index + e.run.chunks).contains(&index))
-    };
-    assert!(is_hole(&volume));
+    assert!(is_hole(&volume, IN_TWO_CHUNKS + 4088));
     drop(volume);
-    pool.resize_volume("v", size(36), Shrink::Refuse).unwrap();
+    (media, pool)
+}
+
+/// Offset of the distance to the next arena in an info block.
+const NEXT: usize = 80;
+
+fn is_hole(volume: &OtherVolume, at: u64) -> bool {
+    let index = (at / CHUNK_BYTES) as u32;
+    let extents = volume.allocated_extents();
+    !extents.iter().any(|e| (e.index..e.index + e.run.chunks).contains(&index))
+}
+
+/// Another program may place an arena so that its info block spans two chunks. If the second half
+/// contains only zeros, its chunk may be a hole.
+#[test]
+fn growth_allocates_a_chunk_for_a_checksum_in_a_hole() {
+    let (_media, pool) = with_checksum_in_a_hole(27, &[IN_TWO_CHUNKS]);
+    pool.resize_volume("v", VolumeSize::Bytes(36 * CHUNK_BYTES), Shrink::Refuse).unwrap();
     let volume = pool.open_volume("v").unwrap();
-    assert_ne!(volume.load_word(moved_start + NEXT as u64).unwrap(), 0, "no arena was added");
-    assert!(!is_hole(&volume) && volume.load_word(checksum_at).unwrap() != 0);
+    assert_ne!(volume.load_word(IN_TWO_CHUNKS + NEXT as u64).unwrap(), 0, "no arena was added");
+    let checksum_at = IN_TWO_CHUNKS + 4088;
+    assert!(!is_hole(&volume, checksum_at) && volume.load_word(checksum_at).unwrap() != 0);
+}
+
+/// A shrink allocates no chunk for the checksum that changes with the distance to the next arena.
+#[test]
+fn shrink_before_an_arena_with_a_checksum_in_a_hole_is_refused() {
+    let (_media, pool) = with_checksum_in_a_hole(36, &[IN_TWO_CHUNKS, 20 * CHUNK_BYTES]);
+    let shrink =
+        |chunks| pool.resize_volume("v", VolumeSize::Bytes(chunks * CHUNK_BYTES), Shrink::Allow);
+    let error = shrink(20).unwrap_err();
+    let PoolError::VolumeUnusable { name, reason } = &error else { panic!("{error:?}") };
+    assert_eq!(name, "v");
+    assert!(reason.contains("arena 1") && reason.contains("checksum is in a hole"), "{reason}");
+    assert_eq!(pool.volumes()[0].size_bytes, 36 * CHUNK_BYTES);
+    // The checksum of the first arena is not zero.
+    shrink(10).unwrap();
+    assert!(pool.check().unwrap().is_clean());
 }
