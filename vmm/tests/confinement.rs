@@ -465,14 +465,15 @@ fn vmm_has_only_the_files_open_that_it_needs() {
     let events = format!("path={}", path("events"));
     let arguments = ["--metrics", &metrics, "--event-monitor", &events, "--log-file", &log];
     let vmm = start(&folder.path().join("api"), &arguments, &writer);
-    let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
+    let count = |path| usize::from(fs::File::options().read(true).write(true).open(path).is_ok());
     let expected = [
         // Locks of the sockets' paths.
         ("./api.lock", 1),
         ("./events", 1),
         ("./log", 1),
         ("./metrics.lock", 1),
-        ("/dev/kvm", usize::from(kvm)),
+        ("/dev/kvm", count("/dev/kvm")),
+        ("/dev/userfaultfd", count("/dev/userfaultfd")),
         // Event loop of the servers.
         ("anon_inode:[eventfd]", 1),
         ("anon_inode:[eventpoll]", 2),
