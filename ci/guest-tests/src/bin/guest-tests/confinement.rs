@@ -154,6 +154,7 @@ fn descriptors_are_those_of_the_devices_and_servers() -> Result<()> {
         file("rw", "pool"),
         // Kept for later VMs: this process may not be able to open it again.
         "rw /dev/kvm".to_owned(),
+        "rw /dev/userfaultfd".to_owned(),
         "rw /dev/net/tun".to_owned(),
         "rw anon_inode:[eventfd]".to_owned(),
         "rw anon_inode:[eventpoll]".to_owned(),
