@@ -136,7 +136,8 @@ fn exchange(socket: &Path, method: &str, call: &str, body: &str) -> io::Result<S
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
-/// Returns the status, and the body or the text of an error. The body of an error is a list with its causes.
+/// Returns the status, and the body or the text of an error. The body of an error is a list with
+/// its causes.
 fn parse(answer: &str) -> Option<(u16, String)> {
     let status = answer.strip_prefix("HTTP/1.1 ")?.split([' ', '\r']).next()?.parse().ok()?;
     let (_, body) = answer.split_once("\r\n\r\n")?;
