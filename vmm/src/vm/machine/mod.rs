@@ -80,9 +80,9 @@ pub(crate) struct KvmMachine {
 
 impl Drop for KvmMachine {
     /// Ends the machine in this order:
-    /// 1. Stores no longer wait for space. All vCPUs are requested to leave the guest, before the first one is waited for. Some
-    ///    vCPUs may wait for devices. The event loops of the devices are released, so that these
-    ///    vCPUs can leave.
+    /// 1. Stores no longer wait for space. All vCPUs are requested to leave the guest, before the
+    ///    first one is waited for. Some vCPUs may wait for devices. The event loops of the devices
+    ///    are released, so that these vCPUs can leave.
     /// 2. Devices return their queues and stop their worker threads.
     /// 3. Removed devices end, so that the next machine can use their files.
     /// 4. The fields are dropped in the order of their declaration, memory last.
