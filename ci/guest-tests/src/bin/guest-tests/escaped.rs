@@ -23,6 +23,8 @@ guest_tests::tests![
 ];
 
 const MIB: u64 = 1 << 20;
+/// Volume with holes that the guest fills.
+const VOLUME: &str = "name=data,size=64M,create=on,thin=on,interface=nvdimm";
 
 /// Returns a builder of a VM that has threads of all kinds.
 pub(crate) fn builder() -> Result<GuestBuilder> {
@@ -36,7 +38,7 @@ pub(crate) fn builder() -> Result<GuestBuilder> {
         .argument("--disk", &format!("path={}", disk.display()))
         .argument("--net", "tap=escaped0")
         .argument("--balloon", "size=0")
-        .pm_volume(&format!("pool={},name=data,size=64M,create=on", pool.path().display()))
+        .pm_volume(&format!("pool={},{VOLUME}", pool.path().display()))
         .argument("--event-monitor", &format!("path={}", events.display())))
 }
 
