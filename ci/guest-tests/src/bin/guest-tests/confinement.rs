@@ -160,7 +160,7 @@ fn descriptors_are_those_of_the_devices_and_servers() -> Result<()> {
         "rw anon_inode:[eventpoll]".to_owned(),
         "rw anon_inode:[io_uring]".to_owned(),
         "rw anon_inode:[timerfd]".to_owned(),
-        "rw anon_inode:[userfaultfd]".to_owned(),
+        "r anon_inode:[userfaultfd]".to_owned(),
         "rw anon_inode:kvm-vm".to_owned(),
         "rw anon_inode:kvm-vcpu:0".to_owned(),
     ]);

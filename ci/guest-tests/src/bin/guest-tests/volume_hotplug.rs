@@ -1,6 +1,7 @@
 //! Tests of volumes that are added to a running guest, grow and are removed.
 
 use anyhow::{Result, ensure};
+use guest_tests::pool::pmvol;
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
@@ -71,16 +72,17 @@ fn grows(guest: &Guest, pool: &Pool, node: &str) -> Result<()> {
         |mib| guest.try_put("vm.resize-disk", json!({"id": "data", "desired_size": mib * MIB}));
     let smaller = resize(32)?;
     ensure!(smaller.status == 400 && smaller.body.contains("cannot shrink"), "{smaller:?}");
-    let command = format!("foreshore-remote resize-disk --disk data --size {}", 128 * MIB);
-    let pmvol = ["volume", "resize", &pool.name(), "data", "--size", "128M"];
-    refused(&pmvol, &["in use by", &command])?;
+    let name = pool.name();
+    let growth = ["volume", "resize", &name, "data", "--size", "128M"];
+    refused(&growth, &["in use by", "--api-socket"])?;
     let sectors = || -> Result<u64> {
         Ok(guest.run(&format!("cat /sys/block/{node}/size"))?.trim().parse()?)
     };
     let before = sectors()?;
     let writes = "dd if=/dev/urandom of=/mnt/d/during bs=64k count=400 oflag=direct 2>&1";
     let writer = guest.start_script(IO_LIMIT, writes)?;
-    ensure!(resize(128)?.status == 204, "vm.resize-disk failed");
+    let socket = guest.api_socket().display().to_string();
+    pmvol(&[&growth[..], &["--api-socket", &socket]].concat())?;
     let output = writer.finish()?.stdout;
     ensure!(!output.contains("error"), "{output}");
     guest.wait_until(
