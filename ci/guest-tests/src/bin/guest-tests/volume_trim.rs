@@ -12,9 +12,12 @@ use crate::zones::MIB;
 guest_tests::tests![
     trim_releases_the_chunks_of_deleted_files: 400 on [V6_12, V6_1 long] x 2 =>
         trim_releases_the_chunks("nvdimm"),
-    trim_releases_the_chunks_by_virtio_pmem: 400 (long) => trim_releases_the_chunks("virtio-pmem"),
+    trim_releases_the_chunks_by_virtio_pmem: 400 (extended) => trim_releases_the_chunks("virtio-pmem"),
     trim_releases_the_chunks_of_xfs_and_f2fs: 600 (long) on [V6_12Generic] x 2,
 ];
+
+/// A quarter of the deleted file.
+const MIN_RELEASED_BYTES: u64 = 16 * MIB;
 
 fn volume_metric(guest: &Guest, name: &str) -> Result<u64> {
     Ok(guest.metric(&format!("foreshore_volume_{name}"), &[("volume", "data")])? as u64)
@@ -39,8 +42,12 @@ fn trim_releases_the_chunks(interface: &str) -> Result<()> {
         let printed = guest.run_within(IO_LIMIT, trim)?;
         let trimmed = volume_metric(&guest, "allocated_bytes")?;
         let released = volume_metric(&guest, "released_bytes_total")? - before;
-        // 16 MiB of the free space stay available to the guest during the command.
-        ensure!(released >= 32 * MIB, "Round {round}: {released} bytes of {full}: {printed}");
+        // 16 MiB of the free space stay available to the guest during the command, and the blocks
+        // of other sectors and of lanes keep chunks.
+        ensure!(
+            released >= MIN_RELEASED_BYTES,
+            "Round {round}: {released} bytes of {full}: {printed}"
+        );
         ensure!(trimmed <= full - released + 4 * MIB, "Round {round}: {trimmed} of {full} bytes");
         ensure!(printed.starts_with("pmem0s: "), "{printed}");
         ensure!(printed.contains(&format!("({released} bytes) released")), "{printed}");
@@ -81,7 +88,7 @@ fn trim_releases_the_chunks_of_xfs_and_f2fs() -> Result<()> {
         let before = volume_metric(&guest, "released_bytes_total")?;
         let printed = guest.run_within(IO_LIMIT, "foreshore-agent trim /mnt/t")?;
         let released = volume_metric(&guest, "released_bytes_total")? - before;
-        ensure!(released >= 32 * MIB, "{name}: {released} bytes: {printed}");
+        ensure!(released >= MIN_RELEASED_BYTES, "{name}: {released} bytes: {printed}");
         guest.run_within(
             IO_LIMIT,
             &format!(
