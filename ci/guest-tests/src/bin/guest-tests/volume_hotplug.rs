@@ -50,7 +50,7 @@ fn a_thin_volume_comes_grows_and_goes() -> Result<()> {
     // Does not fit into the old size.
     write("after", 60)?;
     let again = guest.try_put("vm.add-pm-volume", json!({"pool": pool.path(), "name": "data"}))?;
-    ensure!(again.status == 400 && again.body.contains("two disks have"), "{again:?}");
+    ensure!(again.status == 400 && again.body.contains("is given twice"), "{again:?}");
     guest.run_within(IO_LIMIT, "umount /mnt/d")?;
     remove_volume(&guest, &added)?;
     for _ in 0..2 {
