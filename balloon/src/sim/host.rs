@@ -26,8 +26,8 @@ impl HostPool {
         HostPool { size_bytes, free_bytes: size_bytes, volume: None }
     }
 
-    /// Creates a pool in which a thin volume is written for `duration_ms`. The data that the volume
-    /// has from the start must fit.
+    /// Creates a pool with a thin volume, which is written for `duration_ms`. The pool must have
+    /// space for the data that the volume contains at the start.
     pub fn with_storage(
         size_bytes: u64,
         params: &StorageParams,

@@ -102,8 +102,8 @@ impl Extension {
     }
 }
 
-/// Returns the words that change in both info blocks of the arena at `start` if the distance to the
-/// next arena becomes `next`. 0 means that there is none.
+/// Returns the words to store in both info blocks of the arena at `start`, so that the next arena
+/// begins `next` bytes after it. If `next` is 0, the arena becomes the last one.
 pub(super) fn next_words(info: &InfoBytes, start: u64, next: u64) -> Vec<(u64, u64)> {
     let mut linked = info.clone();
     linked.nextoff.set(next);

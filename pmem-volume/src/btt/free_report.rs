@@ -132,9 +132,9 @@ fn merged(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 impl Report {
-    /// Returns the units, in order, that can be released if the report is true and that are
-    /// `wanted`. Units with other parts of an arena, and units of damaged arenas, are omitted.
-    /// There is none if the call should end.
+    /// Returns the `wanted` units that can be released if the report is true, in ascending order.
+    /// Omits units with other parts of an arena, and units of damaged arenas. The result is empty
+    /// if the call should end.
     fn units(
         &self,
         space: &impl Media,
@@ -205,8 +205,8 @@ fn units_of_arena(
     Ok(Some(whole.map(|(start, _)| start..start + unit_bytes).collect()))
 }
 
-/// Returns the units with a part of a block that consist only of blocks. There is none if a damaged
-/// map names a block outside the arena.
+/// Returns the units that contain a part of a block. Omits units with other parts of the arena. The
+/// result is empty if a damaged map names a block outside the arena.
 fn units_with(
     info: &ArenaInfo,
     unit_bytes: u64,

@@ -19,7 +19,7 @@ use foreshore_types::size::Size;
 pub enum Shrink {
     /// Returns an error if the new size is smaller.
     Refuse,
-    /// Allows shrinking. Of a raw volume, the data past the new end is erased.
+    /// Allows shrinking. The data of a raw volume after its new end is erased.
     Allow,
 }
 

@@ -251,7 +251,7 @@ mod tests {
 
     const UUID: &str = "0a0b0c0d-1122-3344-5566-77889900aabb";
 
-    /// Volume that releases all that is named, or fails.
+    /// Volume that releases all reported bytes, or fails.
     struct Fake {
         uuid: Option<&'static str>,
         trimmed: Mutex<Vec<Range<u64>>>,
@@ -292,7 +292,7 @@ mod tests {
                 started.send(()).unwrap();
                 let deadline = Instant::now() + Duration::from_secs(60);
                 while may_continue() {
-                    assert!(Instant::now() < deadline, "the release goes on");
+                    assert!(Instant::now() < deadline, "the release has not ended");
                     std::thread::yield_now();
                 }
                 return Ok(0);
