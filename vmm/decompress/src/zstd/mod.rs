@@ -30,7 +30,8 @@ const MAX_BLOCK_BYTES: usize = 128 << 10;
 const MAX_WINDOW_BYTES: u64 = 128 << 20;
 /// Limit of the entries of tables. A compressor describes a table only if it shortens a block.
 /// Debian's kernel 6.12 needs 18 to 25 entries for each KiB at levels 1 to 22, and small files of
-/// many kinds need up to 91.
+/// many kinds need up to 91. Frames with windows below 128 KiB can need more, because the window
+/// limits the size of blocks. Kernels have larger windows (scripts/Makefile.lib, `zstd22_with_size`).
 const TABLE_ENTRIES_PER_KIB: u64 = 512;
 
 #[derive(Debug, Error)]
