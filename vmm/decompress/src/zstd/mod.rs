@@ -30,8 +30,9 @@ const MAX_BLOCK_BYTES: usize = 128 << 10;
 const MAX_WINDOW_BYTES: u64 = 128 << 20;
 /// Limit of the entries of tables. A compressor describes a table only if it shortens a block.
 /// Debian's kernel 6.12 needs 18 to 25 entries for each KiB at levels 1 to 22, and small files of
-/// many kinds need up to 91. Frames with windows below 128 KiB can need more, because the window
-/// limits the size of blocks. Kernels have larger windows (scripts/Makefile.lib, `zstd22_with_size`).
+/// many kinds need up to 91. Frames with windows below 128 KiB can need more, because a block is
+/// no larger than the window. Kernels have larger windows (`zstd22_with_size` in
+/// scripts/Makefile.lib).
 const TABLE_ENTRIES_PER_KIB: u64 = 512;
 
 #[derive(Debug, Error)]
