@@ -46,6 +46,17 @@ impl ChunkMap {
         }
     }
 
+    /// Returns true if the range, which must not be empty, is in a single chunk. Most writes need
+    /// no other check.
+    ///
+    /// # Panics
+    /// Panics if the start of the range is not inside the volume.
+    #[inline]
+    pub(super) fn has_chunk_of(&self, range: &Range<u64>) -> bool {
+        let index = range.start / CHUNK_BYTES;
+        (range.end - 1) / CHUNK_BYTES == index && self.get(index as u32).is_some()
+    }
+
     /// Returns the chunks by index.
     pub(super) fn chunks(&self) -> impl Iterator<Item = (u32, ChunkId)> {
         self.chunks.used_indexes().filter_map(|index| Some((index, self.get(index)?)))
@@ -100,6 +111,16 @@ mod tests {
         assert!(map.chunks().eq(present));
         assert_eq!(map.allocated(), 3);
         assert_eq!((map.hole_end(1), map.hole_end(2048)), (2, LEN));
+    }
+
+    #[test]
+    fn range_over_several_chunks_is_not_in_a_single_one() {
+        let map = ChunkMap::new(4, &[(1, ChunkId(5)), (2, ChunkId(8))]);
+        let has_chunk = |range: Range<u64>| {
+            map.has_chunk_of(&(range.start * CHUNK_BYTES / 2..range.end * CHUNK_BYTES / 2))
+        };
+        let ranges = [2..3, 2..4, 5..6, 3..5, 2..6, 1..2, 6..8].map(has_chunk);
+        assert_eq!(ranges, [true, true, true, false, false, false, false]);
     }
 
     #[test]

@@ -157,8 +157,8 @@ impl<M: Media> Media for Volume<M> {
     #[inline]
     fn provision(&self, range: Range<u64>) -> Result<(), MediaError> {
         match &self.map {
-            None => Ok(()),
-            Some(map) => self.fill_holes(map, range),
+            Some(map) if !map.has_chunk_of(&range) => self.fill_holes(map, range),
+            _ => Ok(()),
         }
     }
 
