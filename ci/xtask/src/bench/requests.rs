@@ -14,9 +14,11 @@ use crate::programs;
 
 /// Devices, operations, and the tests of `foreshore-devices` that send such requests one at a time.
 /// A test is given by its device's module and its name.
-const LOADS: [(&str, &str, &str); 6] = [
+const LOADS: [(&str, &str, &str); 8] = [
     ("BTT volume, write of 4 KiB", "block", "volume_returns_each_page_that_was_written"),
     ("BTT volume, read of 4 KiB", "block", "volume_returns_the_same_page_to_each_read"),
+    ("thin BTT volume, write of 4 KiB", "block", "thin_volume_returns_each_page_that_was_written"),
+    ("thin BTT volume, read of 4 KiB", "block", "thin_volume_returns_the_same_page_to_each_read"),
     (
         "image without io_uring, write of 4 KiB",
         "block",

@@ -97,7 +97,7 @@ fn instructions_of_a_request_are_the_difference_of_two_runs() {
     let (code, stdout, stderr) = run(command.env("TMPDIR", temporary));
     assert_eq!(code, 0, "{stderr}");
     let rows: Vec<_> = stdout.lines().filter(|line| line.ends_with(" | 50 |")).collect();
-    assert_eq!(rows.len(), 6, "{stdout}");
+    assert_eq!(rows.len(), 8, "{stdout}");
     assert!(rows[0].starts_with("| BTT volume, write of 4 KiB |"), "{stdout}");
 }
 

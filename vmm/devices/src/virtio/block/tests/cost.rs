@@ -6,9 +6,10 @@ use tempfile::TempDir;
 use virtio_bindings::virtio_blk::VIRTIO_BLK_S_OK;
 
 use super::image::without_uring;
-use super::volume::disk_of_new_volume;
+use super::volume::{disk_of_new_volume, new_pool};
 use super::*;
 use crate::disk::image::{ImageOptions, RawImage};
+use crate::pool::{PmPool, VolumeFormat, VolumeOptions};
 use crate::virtio::testing::counted_requests;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
@@ -37,6 +38,14 @@ fn with_volume(load: impl Fn(Rig)) {
     load(Rig::new(disk_of_new_volume(&folder)));
 }
 
+fn with_thin_volume(load: impl Fn(Rig)) {
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    let pool = new_pool(&folder);
+    let options = VolumeOptions::thick(20 << 20, VolumeFormat::Btt);
+    pool.create_volume("thin", VolumeOptions { thin: true, ..options }).unwrap();
+    load(Rig::new(pool.open_volume("thin").unwrap().into_disk().unwrap().device));
+}
+
 fn with_image(load: impl Fn(Rig)) {
     let folder = TempDir::new_in("/dev/shm").unwrap();
     let path = folder.path().join("image");
@@ -52,6 +61,16 @@ fn volume_returns_each_page_that_was_written() {
 #[test]
 fn volume_returns_the_same_page_to_each_read() {
     with_volume(reads);
+}
+
+#[test]
+fn thin_volume_returns_each_page_that_was_written() {
+    with_thin_volume(writes);
+}
+
+#[test]
+fn thin_volume_returns_the_same_page_to_each_read() {
+    with_thin_volume(reads);
 }
 
 #[test]
