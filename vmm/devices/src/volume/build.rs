@@ -88,6 +88,8 @@ pub struct BuiltVolume {
     pub volume: Option<Arc<dyn PoolVolume>>,
     /// Compacts a thin volume that the guest may write.
     pub compactor: Option<Compactor>,
+    /// Counters of the holes that the guest can fill.
+    pub holes: Option<Arc<HoleMetrics>>,
 }
 
 /// Sizes of an attached volume. The value does not keep the volume open.
@@ -228,6 +230,7 @@ impl<'a> MappedVolume<'a> {
             device: device(self.mapped)?,
             volume: Some(self.volume),
             compactor: None,
+            holes: self.holes,
         })
     }
 }
@@ -383,7 +386,7 @@ fn build_virtio_blk(
         true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),
         false => None,
     };
-    Ok(BuiltVolume { sizes, failure, device, volume: None, compactor })
+    Ok(BuiltVolume { sizes, failure, device, volume: None, compactor, holes: None })
 }
 
 fn full_handler(config: &PmVolumeConfig, context: &DeviceContext) -> FullHandler {

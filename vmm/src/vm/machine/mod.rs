@@ -107,8 +107,9 @@ impl Machine for KvmMachine {
     }
 
     fn has_space_for_waiting(&self) -> Option<bool> {
-        let states = self.devices.handles().filter_map(BlockHandle::has_space_for_waiting);
-        states.reduce(|one, other| one || other)
+        let disks = self.devices.handles().filter_map(BlockHandle::has_space_for_waiting);
+        let mapped = self.pm.volumes.iter().filter_map(AttachedVolume::has_space_for_waiting);
+        disks.chain(mapped).reduce(|one, other| one || other)
     }
 
     fn retry_writes(&self) {
@@ -273,6 +274,7 @@ pub(in crate::vm) mod tests {
     use std::time::{Duration, Instant};
 
     use foreshore_devices::device::testing::FakeMachine;
+    use foreshore_devices::memory::holes::HoleMetrics;
     use foreshore_devices::memory::zone::Tier;
     use foreshore_devices::memory::{MemoryOptions, build};
     use foreshore_devices::volume::guest_btt::GuestBtt;
@@ -286,6 +288,7 @@ pub(in crate::vm) mod tests {
     use crate::config::DRAM_ZONE;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
+    use crate::vm::pm::attached_volumes::tests::volume_with_holes;
 
     fn spec(hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
@@ -341,6 +344,15 @@ pub(in crate::vm) mod tests {
             ),
             memory,
         }
+    }
+
+    #[test]
+    fn waiting_stores_of_a_mapped_volume_have_no_space() {
+        let (mut machine, holes) = (machine(), Arc::<HoleMetrics>::default());
+        machine.pm.volumes.push(volume_with_holes(&holes));
+        assert_eq!(machine.has_space_for_waiting(), None);
+        holes.waiting.store(1, Ordering::SeqCst);
+        assert_eq!(machine.has_space_for_waiting(), Some(false));
     }
 
     #[test]

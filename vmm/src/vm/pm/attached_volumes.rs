@@ -4,6 +4,7 @@ use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
 
+use foreshore_devices::memory::holes::HoleMetrics;
 use foreshore_devices::persist::FirstFailure;
 use foreshore_devices::pool::PmPool;
 use foreshore_devices::volume::build::{BuiltVolume, Sizes, VolumeDevice};
@@ -18,6 +19,7 @@ use crate::vm::request::{VolumeInfo, VolumeStatus};
 pub(in crate::vm) struct Opened {
     pub(in crate::vm) sizes: Sizes,
     pub(in crate::vm) failure: FirstFailure,
+    holes: Option<Arc<HoleMetrics>>,
     /// Resources that the device itself does not hold: the open volume, and for an NVDIMM also the
     /// mapping and the metrics.
     held: Vec<Box<dyn Any + Send>>,
@@ -26,8 +28,8 @@ pub(in crate::vm) struct Opened {
 impl Opened {
     /// Splits a built volume into its device and the opened volume.
     pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
-        let BuiltVolume { sizes, failure, device, volume, compactor } = built;
-        let mut opened = Self { sizes, failure, held: Vec::new() };
+        let BuiltVolume { sizes, failure, device, volume, compactor, holes } = built;
+        let mut opened = Self { sizes, failure, holes, held: Vec::new() };
         if let Some(volume) = volume {
             opened.hold(volume);
         }
@@ -94,6 +96,12 @@ impl AttachedVolume {
         self.config.has_grown(size_bytes);
     }
 
+    /// Returns whether the waiting stores of a mapped volume may find space now. `None` if no store
+    /// waits.
+    pub(in crate::vm) fn has_space_for_waiting(&self) -> Option<bool> {
+        self.opened.holes.as_ref()?.has_space_for_waiting()
+    }
+
     pub(in crate::vm) fn pool_path(&self) -> &Path {
         &self.config.pool
     }
@@ -135,8 +143,23 @@ fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::vm) mod tests {
+    use std::sync::Weak;
+
+    use foreshore_devices::pool::PoolVolume;
+    use foreshore_devices::pool::fake::FakePool;
+
     use super::*;
+
+    /// Volume whose mapping has holes, without a device.
+    pub(in crate::vm) fn volume_with_holes(holes: &Arc<HoleMetrics>) -> AttachedVolume {
+        let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(1));
+        let volume: Weak<dyn PoolVolume> = Weak::<pmem_volume::Volume>::new();
+        let (sizes, failure) = (Sizes::OfVolume(volume), FirstFailure::default());
+        let opened = Opened { sizes, failure, holes: Some(Arc::clone(holes)), held: Vec::new() };
+        let config = PmVolumeConfig::parse("pool=/pool,name=data").unwrap();
+        AttachedVolume::new(&config, Chosen::Nvdimm, &pool, opened)
+    }
 
     #[test]
     fn failure_of_volume_takes_precedence_over_failure_of_pool() {

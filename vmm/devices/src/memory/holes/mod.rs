@@ -53,6 +53,16 @@ pub struct HoleMetrics {
     pub stocked: AtomicU64,
     /// Bytes that the guest's trim commands have released.
     pub released_bytes: AtomicU64,
+    /// Stores that wait for space in the pool.
+    pub waiting: AtomicU64,
+}
+
+impl HoleMetrics {
+    /// Returns `Some(false)` while stores wait for space. They need no request to try again, so
+    /// `None` follows when the pool has space.
+    pub fn has_space_for_waiting(&self) -> Option<bool> {
+        (self.waiting.load(Ordering::SeqCst) > 0).then_some(false)
+    }
 }
 
 /// Thin volume that the guest may write, and actions for stores that cannot be carried out.
@@ -216,6 +226,8 @@ struct Store {
     since: Instant,
     /// Set when the lack of a stocked chunk is counted.
     is_counted: bool,
+    /// Set when the store has found no space.
+    is_full: bool,
 }
 
 /// Thread that fills holes.
@@ -255,6 +267,7 @@ impl Server {
                         index: ((address - self.reservation.addr()) / CHUNK_BYTES) as u32,
                         since: Instant::now(),
                         is_counted: false,
+                        is_full: false,
                     }),
                     Ok(None) => break,
                     Err(err) => {
@@ -298,6 +311,9 @@ impl Server {
                 Err(FillError::Media(MediaError::Full { .. }))
                     if !self.source.is_ending.load(Ordering::SeqCst) =>
                 {
+                    if !std::mem::replace(&mut store.is_full, true) {
+                        self.source.metrics.waiting.fetch_add(1, Ordering::SeqCst);
+                    }
                     self.report_full();
                     return false;
                 }
@@ -305,6 +321,9 @@ impl Server {
             }
             self.is_mapped[at] = true;
             self.source.metrics.fills.observe(store.since.elapsed());
+        }
+        if store.is_full {
+            self.source.metrics.waiting.fetch_sub(1, Ordering::SeqCst);
         }
         let start = self.reservation.addr() + u64::from(store.index) * CHUNK_BYTES;
         if let Err(err) = self.userfaults.wake(start, CHUNK_BYTES) {

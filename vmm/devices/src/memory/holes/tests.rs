@@ -88,13 +88,15 @@ impl PoolVolume for Scripted {
     }
 }
 
+/// Report of a full pool (`None`) or of a failure, and whether the waiting stores have space.
+type Report = (Option<String>, Option<bool>);
+
 /// Mapped thin volume without chunks.
 struct Rig {
     volume: Arc<dyn PoolVolume>,
     metrics: Arc<HoleMetrics>,
     reservation: Arc<Reservation>,
-    /// Reports of a full pool (`None`) and of failures.
-    reports: mpsc::Receiver<Option<String>>,
+    reports: mpsc::Receiver<Report>,
     filler: Option<HoleFiller>,
     path: PathBuf,
     _folder: TempDir,
@@ -115,17 +117,19 @@ impl Rig {
         let volume: Arc<dyn PoolVolume> = Arc::new(Scripted { volume, failures });
         let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
         let (sender, reports) = mpsc::channel();
-        let full = sender.clone();
+        let metrics = Arc::<HoleMetrics>::default();
+        let counted = Arc::clone(&metrics);
+        let report = move |reason| sender.send((reason, counted.has_space_for_waiting())).unwrap();
+        let full = report.clone();
         let source = HoleSource {
             device: Arc::default(),
             pool,
             volume: Arc::clone(&volume),
-            metrics: Arc::default(),
-            on_full: Box::new(move || full.send(None).unwrap()),
-            on_failure: Box::new(move |reason| sender.send(Some(reason)).unwrap()),
+            metrics: Arc::clone(&metrics),
+            on_full: Box::new(move || full(None)),
+            on_failure: Box::new(move |reason| report(Some(reason))),
             is_ending: Arc::default(),
         };
-        let metrics = Arc::clone(&source.metrics);
         let userfaults = source.device.create().unwrap();
         userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
@@ -246,8 +250,10 @@ fn store_waits_while_the_pool_is_full() {
         return;
     }
     let rig = Rig::new([full(), full()]);
+    assert_eq!(rig.metrics.has_space_for_waiting(), None);
     rig.store(CHUNK_BYTES, 7);
-    assert_eq!(rig.reports.try_recv(), Ok(None));
+    assert_eq!(rig.reports.try_recv(), Ok((None, Some(false))));
+    assert_eq!(rig.metrics.has_space_for_waiting(), None);
     assert!(rig.reports.try_recv().is_err(), "the second attempt follows within a second");
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [7]);
 }
@@ -259,7 +265,7 @@ fn failure_is_reported_before_the_store_continues() {
     }
     let rig = Rig::new([MediaError::ReadOnly]);
     rig.store(CHUNK_BYTES, 7);
-    let reason = rig.reports.try_recv().unwrap().unwrap();
+    let reason = rig.reports.try_recv().unwrap().0.unwrap();
     assert!(reason.contains("for reading only"), "{reason}");
     assert_eq!((rig.load(CHUNK_BYTES), rig.allocated_chunks()), (7, 0));
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [0]);
