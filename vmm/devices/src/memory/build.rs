@@ -393,8 +393,8 @@ impl Memory {
         self.files.bytes()
     }
 
-    /// Maps parts of a file into a new range of guest memory, for a volume. The guest and devices
-    /// can access the range, because a guest may do I/O from and to mapped PM.
+    /// Maps parts of a file into a new range of guest memory, for a volume. Devices can access the
+    /// range too, unless the guest fills holes, because a guest may do I/O from and to mapped PM.
     pub fn add_file_range(&mut self, mapping: FileMapping<'_>) -> Result<MappedRange, MemoryError> {
         self.files.take_removed().into_iter().for_each(|range| self.map.give_back(range));
         let range = self.map.allocate(mapping.len_bytes, HOTPLUG_ALIGN)?;

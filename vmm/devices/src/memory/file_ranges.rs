@@ -84,7 +84,14 @@ impl FileRanges {
         std::mem::take(&mut self.removed.lock())
     }
 
-    /// Maps parts of a file, and makes them accessible to the guest and to devices at `guest`.
+    /// Maps parts of a file, and makes them accessible to the guest at `guest`, and to devices
+    /// unless the guest fills holes.
+    ///
+    /// A copy by a device into a hole would wait under the view's lock, or in the host's kernel
+    /// (vhost). While the pool is full, an unplug that would return memory to it would wait for the
+    /// lock, and all other devices for the unplug. Nor could the VM be paused. No driver needs such
+    /// copies, because only volumes with a BTT are mapped with holes, and Linux copies their
+    /// sectors itself.
     pub(super) fn add(
         self: &Arc<Self>,
         guest: GuestRange,
@@ -100,12 +107,13 @@ impl FileRanges {
         }
         // The holes are mapped before the guest can store into them.
         let holes = self.map_holes(&reservation, mapping)?;
-        let mut memory = self.view.exclusive();
-        memory.add_region(region(guest, &reservation)?, Arc::clone(&reservation))?;
-        if access == Access::Read {
-            memory.forbid_writes(guest.start, guest.len);
+        if holes.is_none() {
+            let mut memory = self.view.exclusive();
+            memory.add_region(region(guest, &reservation)?, Arc::clone(&reservation))?;
+            if access == Access::Read {
+                memory.forbid_writes(guest.start, guest.len);
+            }
         }
-        drop(memory);
         match self.slots.add(guest, &reservation, 0, access) {
             Ok(slot) => {
                 self.bytes.fetch_add(guest.len, Ordering::Relaxed);
@@ -113,7 +121,9 @@ impl FileRanges {
                 Ok(MappedRange { guest, reservation, slot, files, holes })
             }
             Err(err) => {
-                self.remove_region(guest, &reservation);
+                if holes.is_none() {
+                    self.remove_region(guest, &reservation);
+                }
                 Err(err.into())
             }
         }
@@ -188,7 +198,9 @@ impl Drop for MappedRange {
             std::mem::forget(holes.take());
             return;
         }
-        files.remove_region(*guest, reservation);
+        if holes.is_none() {
+            files.remove_region(*guest, reservation);
+        }
         files.bytes.fetch_sub(guest.len, Ordering::Relaxed);
         files.removed.lock().push(*guest);
     }

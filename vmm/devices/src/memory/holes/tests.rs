@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::mpsc;
 
 use pmem_volume::btt::{BttError, GuestAccess};
@@ -10,8 +9,15 @@ use pmem_volume::media::Media;
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use tempfile::TempDir;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::*;
+use crate::memory::backing::MappingBudget;
+use crate::memory::file_ranges::{FileMapping, FileRanges};
+use crate::memory::layout::GuestRange;
+use crate::memory::slots::Slots;
+use crate::memory::slots::fake::FakeSlots;
+use crate::memory::view::GuestView;
 use crate::persist::{Persist, PersistError};
 use crate::pool::{LocalPool, VolumeDisk, VolumeFormat, VolumeOptions, VolumeSize};
 
@@ -98,44 +104,50 @@ struct Rig {
     reservation: Arc<Reservation>,
     reports: mpsc::Receiver<Report>,
     filler: Option<HoleFiller>,
-    path: PathBuf,
-    _folder: TempDir,
+    folder: TempDir,
+}
+
+/// Creates a thin volume without chunks in `pool`, whose allocations have scripted results.
+fn source(
+    failures: impl IntoIterator<Item = MediaError>,
+) -> (HoleSource, mpsc::Receiver<Report>, TempDir) {
+    let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+    let path = folder.path().join("pool");
+    drop(Pool::create(&path, 64 * MIB, 0).unwrap());
+    let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
+    let size = VolumeSize::Bytes(CHUNKS * CHUNK_BYTES);
+    let options =
+        VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None };
+    pool.create_volume("data", options).unwrap();
+    let volume: Arc<dyn PoolVolume> = Arc::from(pool.open_volume("data").unwrap());
+    let failures = Mutex::new(failures.into_iter().collect());
+    let (sender, reports) = mpsc::channel();
+    let metrics = Arc::<HoleMetrics>::default();
+    let counted = Arc::clone(&metrics);
+    let report = move |reason| sender.send((reason, counted.has_space_for_waiting())).unwrap();
+    let full = report.clone();
+    let source = HoleSource {
+        device: Arc::default(),
+        pool,
+        volume: Arc::new(Scripted { volume, failures }),
+        metrics,
+        on_full: Box::new(move || full(None)),
+        on_failure: Box::new(move |reason| report(Some(reason))),
+        is_ending: Arc::default(),
+    };
+    (source, reports, folder)
 }
 
 impl Rig {
     fn new(failures: impl IntoIterator<Item = MediaError>) -> Self {
-        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
-        let path = folder.path().join("pool");
-        drop(Pool::create(&path, 64 * MIB, 0).unwrap());
-        let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
-        let size = VolumeSize::Bytes(CHUNKS * CHUNK_BYTES);
-        let format = VolumeFormat::Raw;
-        let options = VolumeOptions { size, format, thin: true, reserve_bytes: None };
-        pool.create_volume("data", options).unwrap();
-        let volume: Arc<dyn PoolVolume> = Arc::from(pool.open_volume("data").unwrap());
-        let failures = Mutex::new(failures.into_iter().collect());
-        let volume: Arc<dyn PoolVolume> = Arc::new(Scripted { volume, failures });
+        let (source, reports, folder) = source(failures);
+        let (volume, metrics) = (Arc::clone(&source.volume), Arc::clone(&source.metrics));
         let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
-        let (sender, reports) = mpsc::channel();
-        let metrics = Arc::<HoleMetrics>::default();
-        let counted = Arc::clone(&metrics);
-        let report = move |reason| sender.send((reason, counted.has_space_for_waiting())).unwrap();
-        let full = report.clone();
-        let source = HoleSource {
-            device: Arc::default(),
-            pool,
-            volume: Arc::clone(&volume),
-            metrics: Arc::clone(&metrics),
-            on_full: Box::new(move || full(None)),
-            on_failure: Box::new(move |reason| report(Some(reason))),
-            is_ending: Arc::default(),
-        };
         let userfaults = source.device.create().unwrap();
         userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
         let filler = HoleFiller::start(source, userfaults, of, is_mapped, Access::ReadWrite);
-        let filler = Some(filler.unwrap());
-        Self { volume, metrics, reservation, reports, filler, path, _folder: folder }
+        Self { volume, metrics, reservation, reports, filler: Some(filler.unwrap()), folder }
     }
 
     fn store(&self, offset: u64, word: u64) {
@@ -153,10 +165,10 @@ impl Rig {
     /// Ends the filling, and returns words of the stored volume.
     fn stored(mut self, offsets: &[u64]) -> Vec<u64> {
         self.filler = None;
-        let Self { volume, reservation, path, _folder, .. } = self;
+        let Self { volume, reservation, folder, .. } = self;
         // The mapping also keeps the file and its lock.
         drop((volume, reservation));
-        let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
+        let pool = Pool::open(&folder.path().join("pool"), OpenMode::ReadOnly).unwrap();
         let volume = pool.open_volume("data").unwrap();
         offsets.iter().map(|offset| volume.load_word(*offset).unwrap()).collect()
     }
@@ -327,4 +339,39 @@ fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
     assert_eq!(rig.stored(&stored), [3, 0, 6]);
     let ended = access.withdraw(&[chunk(3)]).unwrap_err();
     assert!(foreshore_types::chain(&ended).contains("is being removed"), "{ended}");
+}
+
+/// Ranges of files in guest memory that may use `mappings` mappings for holes.
+fn ranges(mappings: usize) -> (Arc<FileRanges>, GuestView, Arc<MappingBudget>) {
+    let view = GuestView::new(GuestMemoryMmap::new());
+    let slots = Arc::new(Slots::new(Arc::<FakeSlots>::default(), 8));
+    let budget = Arc::new(MappingBudget::new(mappings));
+    (FileRanges::new(view.clone(), slots, Arc::clone(&budget)), view, budget)
+}
+
+const RANGE: GuestRange = GuestRange { start: 1 << 32, len: CHUNKS * CHUNK_BYTES };
+
+#[test]
+fn devices_do_not_reach_holes_that_the_guest_fills() {
+    if is_skipped() {
+        return;
+    }
+    let (ranges, view, _) = ranges(CHUNKS as usize);
+    let (source, _reports, _folder) = source([]);
+    let (pool, metrics) = (Arc::clone(&source.pool), Arc::clone(&source.metrics));
+    let mapping = FileMapping {
+        file: pool.file(),
+        len_bytes: RANGE.len,
+        parts: Vec::new(),
+        access: Access::ReadWrite,
+        holes: Some(source),
+    };
+    let range = ranges.add(RANGE, mapping).unwrap();
+    view.memory().write_obj(7u8, GuestAddress(RANGE.start)).unwrap_err();
+    assert_eq!(view.memory().regions().memory.num_regions(), 0, "vhost does not reach them");
+    assert_eq!(metrics.fills.count(), 0);
+    store(range.reservation.addr(), 7);
+    assert_eq!(metrics.fills.count(), 1, "the guest does");
+    drop(range);
+    ranges.take_removed();
 }
