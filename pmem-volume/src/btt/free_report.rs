@@ -24,9 +24,7 @@ pub trait GuestAccess {
 
     /// Returns false if the guest may use the reported space again, or if the call should end soon.
     /// It is called often, so it must be quick. Once false, it stays false.
-    fn may_continue(&self) -> bool {
-        true
-    }
+    fn may_continue(&self) -> bool;
 }
 
 /// Minimum number of units that are released together.
@@ -325,6 +323,10 @@ mod tests {
 
         fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
             Ok(())
+        }
+
+        fn may_continue(&self) -> bool {
+            true
         }
     }
 

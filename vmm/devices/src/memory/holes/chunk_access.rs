@@ -7,7 +7,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
 use parking_lot::Mutex;
-use pmem_volume::btt::GuestAccess;
 use pmem_volume::media::MediaError;
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -95,14 +94,12 @@ impl ChunkAccess {
         }
         result
     }
-}
 
-impl GuestAccess for ChunkAccess {
-    fn withdraw(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+    pub fn withdraw(&self, units: &[Range<u64>]) -> Result<(), MediaError> {
         self.order(Change::Withdraw, units)
     }
 
-    fn give_back(&mut self, units: &[Range<u64>]) -> Result<(), MediaError> {
+    pub fn give_back(&self, units: &[Range<u64>]) -> Result<(), MediaError> {
         self.order(Change::GiveBack, units)
     }
 }

@@ -314,7 +314,7 @@ fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
         return;
     }
     let rig = Rig::new([]);
-    let mut access = rig.filler.as_ref().unwrap().chunk_access();
+    let access = rig.filler.as_ref().unwrap().chunk_access();
     let chunk = |index: u64| index * CHUNK_BYTES..(index + 1) * CHUNK_BYTES;
     rig.store(chunk(3).start, 3);
     rig.store(chunk(5).start, 5);
