@@ -108,7 +108,7 @@ pub enum MemoryError {
          or use interface=virtio-blk"
     )]
     Mappings {
-        /// Number of chunks.
+        /// Number of chunks, or of parts and holes if the guest may only read.
         needed: usize,
         used: usize,
         limit: usize,

@@ -99,6 +99,7 @@ impl FileRanges {
     ) -> Result<MappedRange, MemoryError> {
         let reservation = reserve(guest, None)?;
         let access = mapping.access;
+        let held = self.hold(&mapping)?;
         for (at, part) in &mapping.parts {
             let len = part.end - part.start;
             reservation
@@ -118,7 +119,7 @@ impl FileRanges {
             Ok(slot) => {
                 self.bytes.fetch_add(guest.len, Ordering::Relaxed);
                 let files = Arc::clone(self);
-                Ok(MappedRange { guest, reservation, slot, files, holes })
+                Ok(MappedRange { guest, reservation, slot, files, holes, held })
             }
             Err(err) => {
                 if holes.is_none() {
@@ -134,7 +135,7 @@ impl FileRanges {
         &self,
         reservation: &Arc<Reservation>,
         mapping: FileMapping<'_>,
-    ) -> Result<Option<(HoleFiller, HeldMappings)>, MemoryError> {
+    ) -> Result<Option<HoleFiller>, MemoryError> {
         let (holes, is_mapped) = (mapping.holes(), mapping.mapped_chunks());
         if holes.is_empty() && mapping.holes.is_none() {
             return Ok(None);
@@ -149,13 +150,23 @@ impl FileRanges {
             assert_eq!(mapping.access, Access::Read, "stores into holes would be lost");
             return map_all(&|at, len| reservation.map_anonymous(at, len)).map(|()| None);
         };
-        // Each chunk can need a mapping of its own.
-        let held = self.budget.hold(is_mapped.len())?;
         let userfaults = source.device.create().map_err(MemoryError::Userfaults)?;
         map_all(&|at, len| userfaults.map_zeros(reservation, at, len))?;
         let reservation = Arc::clone(reservation);
         let filler = HoleFiller::start(source, userfaults, reservation, is_mapped, mapping.access);
-        Ok(Some((filler.map_err(MemoryError::Userfaults)?, held)))
+        Ok(Some(filler.map_err(MemoryError::Userfaults)?))
+    }
+
+    /// Reserves the mappings that a file with holes can need. A few mappings of files without holes
+    /// are part of the rest that the budget leaves.
+    fn hold(&self, mapping: &FileMapping<'_>) -> Result<Option<HeldMappings>, MemoryError> {
+        let count = match (&mapping.holes, mapping.holes().len()) {
+            // Each chunk can need a mapping of its own.
+            (Some(_), _) => mapping.mapped_chunks().len(),
+            (None, 0) => return Ok(None),
+            (None, holes) => mapping.parts.len() + holes,
+        };
+        self.budget.hold(count).map(Some)
     }
 
     fn remove_region(&self, guest: GuestRange, reservation: &Arc<Reservation>) {
@@ -176,26 +187,27 @@ pub struct MappedRange {
     files: Arc<FileRanges>,
     /// Dropped last, because stores of the guest and devices wait for it until the range is
     /// removed.
-    holes: Option<(HoleFiller, HeldMappings)>,
+    holes: Option<HoleFiller>,
+    held: Option<HeldMappings>,
 }
 
 impl MappedRange {
     /// Returns a handle that takes access to chunks from the guest, if the guest fills holes.
     pub fn chunk_access(&self) -> Option<ChunkAccess> {
-        self.holes.as_ref().map(|(filler, _)| filler.chunk_access())
+        self.holes.as_ref().map(HoleFiller::chunk_access)
     }
 }
 
 impl Drop for MappedRange {
     fn drop(&mut self) {
-        let Self { guest, reservation, slot, files, holes } = self;
+        let Self { guest, reservation, slot, files, holes, held } = self;
         // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
             let (start, len) = (guest.start, guest.len);
             rate_limited!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
             // The guest can still store into holes.
-            std::mem::forget(holes.take());
+            std::mem::forget((holes.take(), held.take()));
             return;
         }
         if holes.is_none() {

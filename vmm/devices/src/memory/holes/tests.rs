@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::*;
+use crate::memory::MemoryError;
 use crate::memory::backing::MappingBudget;
 use crate::memory::file_ranges::{FileMapping, FileRanges};
 use crate::memory::layout::GuestRange;
@@ -356,7 +357,7 @@ fn devices_do_not_reach_holes_that_the_guest_fills() {
     if is_skipped() {
         return;
     }
-    let (ranges, view, _) = ranges(CHUNKS as usize);
+    let (ranges, view, budget) = ranges(CHUNKS as usize);
     let (source, _reports, _folder) = source([]);
     let (pool, metrics) = (Arc::clone(&source.pool), Arc::clone(&source.metrics));
     let mapping = FileMapping {
@@ -372,6 +373,28 @@ fn devices_do_not_reach_holes_that_the_guest_fills() {
     assert_eq!(metrics.fills.count(), 0);
     store(range.reservation.addr(), 7);
     assert_eq!(metrics.fills.count(), 1, "the guest does");
+    assert_eq!(budget.used(), CHUNKS as usize);
     drop(range);
-    ranges.take_removed();
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn parts_and_holes_that_the_guest_only_reads_count_as_mappings() {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(RANGE.len).unwrap();
+    // Two parts and two holes.
+    let mapping = || FileMapping {
+        parts: vec![(CHUNK_BYTES, 0..CHUNK_BYTES), (3 * CHUNK_BYTES, 0..CHUNK_BYTES)],
+        ..FileMapping::of_file(file.as_fd(), 4 * CHUNK_BYTES, Access::Read)
+    };
+    let (few, ..) = ranges(3);
+    let Err(MemoryError::Mappings { needed: 4, used: 0, limit: 3 }) = few.add(RANGE, mapping())
+    else {
+        panic!("the limit is too low");
+    };
+    let (enough, _, budget) = ranges(4);
+    let range = enough.add(RANGE, mapping()).unwrap();
+    assert_eq!(budget.used(), 4);
+    drop(range);
+    assert_eq!(budget.used(), 0);
 }
