@@ -2,8 +2,8 @@
 //! disk's driver cannot name it, because the interfaces for mapped volumes have no discards.
 //!
 //! The command connects to [`TRIM_PORT`] and sends [`TrimMessage::Free`] until it has named all
-//! free bytes, then [`TrimMessage::End`]. The VMM sends one [`TrimAnswer`] and closes the
-//! connection.
+//! free bytes, then [`TrimMessage::End`]. The VMM sends [`TrimAnswer::Confirm`] before each
+//! release, then another [`TrimAnswer`], and closes the connection.
 
 use serde::{Deserialize, Serialize};
 
@@ -38,12 +38,23 @@ pub enum TrimMessage {
         /// [`PROTOCOL_VERSION`] of the sender.
         version: u32,
     },
+    /// Reply to [`TrimAnswer::Confirm`]: the command still holds the named parts.
+    Held {
+        /// [`PROTOCOL_VERSION`] of the sender.
+        version: u32,
+    },
 }
 
 /// Answer of the VMM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum TrimAnswer {
+    /// Request for [`TrimMessage::Held`]. The guest has no access to the space that the VMM is
+    /// about to release, so a command that replies has held the space until then.
+    Confirm {
+        /// [`PROTOCOL_VERSION`] of the sender.
+        version: u32,
+    },
     /// The pool has the space.
     Trimmed {
         /// [`PROTOCOL_VERSION`] of the sender.
@@ -74,13 +85,13 @@ impl TrimMessage {
 
 /// Decodes a line of the command. Checks its shape and version, but not its values.
 pub fn decode_trim_message(line: &[u8]) -> Result<TrimMessage, Refusal> {
-    let (_, text) = open_envelope(line, &["free", "end"])?;
+    let (_, text) = open_envelope(line, &["free", "end", "held"])?;
     serde_json::from_str(text).map_err(Refusal::from_json)
 }
 
 /// Decodes the answer of the VMM.
 pub fn decode_trim_answer(line: &[u8]) -> Result<TrimAnswer, Refusal> {
-    let (_, text) = open_envelope(line, &["trimmed", "failed"])?;
+    let (_, text) = open_envelope(line, &["confirm", "trimmed", "failed"])?;
     serde_json::from_str(text).map_err(Refusal::from_json)
 }
 
@@ -113,6 +124,7 @@ mod tests {
     fn answers_are_decoded_and_other_messages_refused() {
         let mut line = Vec::new();
         for answer in [
+            TrimAnswer::Confirm { version: 1 },
             TrimAnswer::Trimmed { version: 1, released_bytes: 2 << 20 },
             TrimAnswer::Failed { version: 1, reason: "no such disk".to_owned() },
         ] {

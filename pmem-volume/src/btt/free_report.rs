@@ -25,6 +25,10 @@ pub trait GuestAccess {
     /// Returns false if the guest may use the reported space again, or if the call should end soon.
     /// It is called often, so it must be quick. Once false, it stays false.
     fn may_continue(&self) -> bool;
+
+    /// Returns true after the guest has confirmed, in response to this call, that it has not used
+    /// the reported space. A check alone could miss that the space was given up just before.
+    fn confirm(&mut self) -> bool;
 }
 
 /// Minimum number of units that are released together.
@@ -40,8 +44,8 @@ const MAX_GROUPS: usize = 64;
 /// 3. Make the volume durable. Otherwise, a power failure could restore a map entry that names a
 ///    block in a unit.
 /// 4. Keep units in which a block has another owner now. The guest's report was wrong then.
-/// 5. Release the others, durably, unless the report no longer holds. A report that holds now was
-///    true when access was taken, and no store has reached the units since.
+/// 5. Release the others, durably, if the guest confirms its report. A report that is confirmed now
+///    was true when access was taken, and no store has reached the units since.
 /// 6. Give access back.
 pub fn release_reported(
     space: &impl Media,
@@ -60,27 +64,31 @@ pub fn release_reported(
         let withdrawn = access.withdraw(group);
         let released = withdrawn.and_then(|()| release_group(space, group, &report, access));
         access.give_back(group)?;
-        released_bytes += released? * unit_bytes;
+        let Some(units) = released? else { break };
+        released_bytes += units * unit_bytes;
     }
     Ok(released_bytes)
 }
 
 /// Performs steps 3 to 5 for units to which the guest has no access. Returns the number of released
-/// units.
+/// units, or `None` if the guest has not confirmed its report.
 fn release_group(
     space: &impl Media,
     group: &[Range<u64>],
     report: &Report,
-    access: &dyn GuestAccess,
-) -> Result<u64, MediaError> {
+    access: &mut dyn GuestAccess,
+) -> Result<Option<u64>, MediaError> {
     space.persist(&stored_parts(space, &(0..space.len_bytes())))?;
     let is_in_group = |unit: &Range<u64>| group.binary_search_by_key(&unit.start, |of| of.start);
     let still = report.units(space, &|unit| is_in_group(unit).is_ok(), access)?;
-    if !access.may_continue() {
-        return Ok(0);
+    if still.is_empty() {
+        return Ok(Some(0));
+    }
+    if !access.confirm() {
+        return Ok(None);
     }
     let kept = space.release(&still, &|_| false)?;
-    Ok((still.len() - kept.len()) as u64)
+    Ok(Some((still.len() - kept.len()) as u64))
 }
 
 /// Blocks of a unit, with one bit per block.
@@ -219,7 +227,7 @@ fn units_with(
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
+    use std::cell::{Cell, RefCell};
 
     use super::*;
     use crate::btt::arena::read_arena;
@@ -326,6 +334,10 @@ mod tests {
         }
 
         fn may_continue(&self) -> bool {
+            true
+        }
+
+        fn confirm(&mut self) -> bool {
             true
         }
     }
@@ -450,6 +462,10 @@ mod tests {
             self.checks.set(left.saturating_sub(1));
             left > 0 || self.is_broken
         }
+
+        fn confirm(&mut self) -> bool {
+            self.may_continue()
+        }
     }
 
     #[test]
@@ -466,6 +482,81 @@ mod tests {
             assert_eq!(bytes > 0, is_broken, "{bytes}");
             assert_eq!(wrong_sector(&media, FREE, &[2]).is_some(), is_broken);
         }
+    }
+
+    /// Guest whose command is killed at a check, which misses this. Other files then use its space
+    /// at once. Their stores wait while the guest has no access.
+    struct Killed<F> {
+        checks: Cell<usize>,
+        has_access: Cell<bool>,
+        is_dead: Cell<bool>,
+        use_space: RefCell<Option<F>>,
+        /// The broken variant confirms for a command that was killed.
+        is_broken: bool,
+    }
+
+    impl<F: FnOnce()> Killed<F> {
+        fn pass(&self) {
+            let left = self.checks.get();
+            self.checks.set(left.saturating_sub(1));
+            self.is_dead.set(self.is_dead.get() || left == 0);
+            if self.is_dead.get() && self.has_access.get() {
+                self.use_space.take().into_iter().for_each(|use_space| use_space());
+            }
+        }
+    }
+
+    impl<F: FnOnce()> GuestAccess for Killed<F> {
+        fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            self.pass();
+            self.has_access.set(false);
+            Ok(())
+        }
+
+        fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+            self.has_access.set(true);
+            self.pass();
+            Ok(())
+        }
+
+        fn may_continue(&self) -> bool {
+            self.pass();
+            true
+        }
+
+        fn confirm(&mut self) -> bool {
+            self.pass();
+            self.is_broken || !self.is_dead.get()
+        }
+    }
+
+    #[test]
+    fn space_of_a_command_that_was_killed_unnoticed_keeps_its_new_data() {
+        let [mut released, mut lost] = [[0; 2]; 2];
+        for (is_broken, checks) in [false, true].into_iter().zip([0..40, 0..40]) {
+            for checks in checks {
+                let media = new_simulator();
+                let thin = thin(&media);
+                let mut writer = Writer::new(&thin, 1);
+                fill(&mut writer, 0..SECTORS, 1);
+                let mut access = Killed {
+                    checks: Cell::new(checks),
+                    has_access: Cell::new(true),
+                    is_dead: Cell::new(false),
+                    use_space: RefCell::new(Some(|| fill(&mut writer, FREE, 2))),
+                    is_broken,
+                };
+                let bytes = release_reported(&thin, &[bytes_of(16..48)], &mut access).unwrap();
+                let (is_dead, at) = (access.is_dead.get(), usize::from(is_broken));
+                released[at] += usize::from(bytes > 0 && is_dead);
+                let is_lost = wrong_sector(&media, FREE, &[2]).is_some();
+                lost[at] += usize::from(is_lost && is_dead);
+            }
+        }
+        assert_eq!(lost[0], 0);
+        assert!(lost[1] > 0, "the broken variant is not caught");
+        // A command that was killed after its confirmation.
+        assert!(released[0] > 0);
     }
 
     #[test]

@@ -9,13 +9,13 @@ mod extents;
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use foreshore_proto::{
-    LineReader, MAX_TRIM_RANGES, NextLine, Refusal, TrimAnswer, TrimMessage, decode_trim_answer,
-    encode_line,
+    LineReader, MAX_TRIM_RANGES, NextLine, PROTOCOL_VERSION, Refusal, TrimAnswer, TrimMessage,
+    decode_trim_answer, encode_line,
 };
 use rustix::fs::{self, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -77,7 +77,7 @@ pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimme
     let directory = directory.map_err(open_error)?;
     let disk = Disk::of(&directory, folder, sys)?;
     // Connected first, because taking the free space is useless without a VMM that listens.
-    let socket = connect(address)?;
+    let mut socket = connect(address)?;
     // A signal must not end the process while the VMM relies on the file.
     let _signals = sys::BlockedSignals::of_termination();
     let taken = take_free_space(&directory, disk.file_system);
@@ -91,9 +91,9 @@ pub(crate) fn run(folder: &Path, address: &Address, sys: &Path) -> Result<Trimme
         return Err(TrimError::TooManyParts { count: ranges.len() });
     }
     let free_bytes = ranges.iter().map(|[_, bytes]| bytes).sum();
-    // Dropped before the file, because variables are dropped in reverse order.
-    let mut socket = release_before(&taken, socket.into())?;
     let released_bytes = report(&mut socket, &disk.btt_uuid, &ranges)?;
+    // Until here, the command confirms that it holds the space.
+    drop(taken);
     Ok(Trimmed { disk: disk.name, free_bytes, released_bytes })
 }
 
@@ -125,22 +125,6 @@ fn take_free_space(directory: &OwnedFd, file_system: FileSystem) -> io::Result<F
     Ok(file)
 }
 
-/// Returns a duplicate of the connection that ends before the file is released if SIGKILL ends this
-/// process.
-///
-/// The kernel closes descriptors in ascending order (close_files in Linux fs/file.c), but it then
-/// releases their files in the opposite order (task_work_run in kernel/task_work.c runs the newest
-/// work first). The connection must therefore have a higher number than the file.
-///
-/// Guaranteed: the guest's kernel has queued the end of the connection before the blocks of the
-/// file are free. Not guaranteed: that the VMM has received it by then. A VMM whose last check is
-/// in this interval may release blocks that another file already uses. This is unlikely, because a
-/// file system needs a commit or a checkpoint before it uses freed blocks again.
-fn release_before(file: &File, socket: OwnedFd) -> io::Result<UnixStream> {
-    let above = rustix::io::fcntl_dupfd_cloexec(&socket, file.as_raw_fd() + 1)?;
-    Ok(UnixStream::from(above))
-}
-
 /// Reports free ranges of a disk to the VMM. Returns the number of bytes that the VMM released.
 fn report(
     socket: &mut (impl Read + Write),
@@ -162,7 +146,8 @@ fn report(
     }
 }
 
-fn receive_answer(socket: &mut impl Read) -> Result<u64, TrimError> {
+/// Receives the result, and confirms that this process still holds the free space.
+fn receive_answer(socket: &mut (impl Read + Write)) -> Result<u64, TrimError> {
     let (mut reader, mut buffer) = (LineReader::new(), [0; 4096]);
     loop {
         let len = socket.read(&mut buffer)?;
@@ -172,12 +157,15 @@ fn receive_answer(socket: &mut impl Read) -> Result<u64, TrimError> {
         match reader.next(&mut &buffer[..len]) {
             None => {}
             Some(NextLine::Refused(refusal)) => return Err(refusal.into()),
-            Some(NextLine::Line(line)) => {
-                return match decode_trim_answer(line)? {
-                    TrimAnswer::Trimmed { released_bytes, .. } => Ok(released_bytes),
-                    TrimAnswer::Failed { reason, .. } => Err(TrimError::Failed { reason }),
-                };
-            }
+            Some(NextLine::Line(line)) => match decode_trim_answer(line)? {
+                TrimAnswer::Confirm { .. } => {
+                    let mut held = Vec::new();
+                    encode_line(&TrimMessage::Held { version: PROTOCOL_VERSION }, &mut held);
+                    socket.write_all(&held)?;
+                }
+                TrimAnswer::Trimmed { released_bytes, .. } => return Ok(released_bytes),
+                TrimAnswer::Failed { reason, .. } => return Err(TrimError::Failed { reason }),
+            },
         }
     }
 }
@@ -200,13 +188,20 @@ fn connect(address: &Address) -> Result<UnixStream, TrimError> {
 mod tests {
     use std::thread;
 
-    use foreshore_proto::{MAX_RANGES_PER_LINE, PROTOCOL_VERSION, decode_trim_message};
+    use foreshore_proto::{MAX_RANGES_PER_LINE, decode_trim_message};
 
     use super::*;
 
     const VERSION: u32 = PROTOCOL_VERSION;
 
-    /// Reports ranges to a VMM that gives `answer`. Returns the result and what the VMM has read.
+    fn confirm(command: &mut UnixStream) {
+        let mut line = Vec::new();
+        encode_line(&TrimAnswer::Confirm { version: VERSION }, &mut line);
+        command.write_all(&line).unwrap();
+    }
+
+    /// Reports ranges to a VMM that gives `answer` after a confirmation. Returns the result and
+    /// what the VMM has read.
     fn report_to(answer: &[u8], ranges: &[[u64; 2]]) -> (Result<u64, TrimError>, Vec<[u64; 2]>) {
         let (mut ours, mut theirs) = UnixStream::pair().unwrap();
         thread::scope(|scope| {
@@ -221,7 +216,8 @@ mod tests {
                                 assert_eq!(btt_uuid, "uuid");
                                 named.extend(ranges);
                             }
-                            TrimMessage::End { .. } => {
+                            TrimMessage::End { .. } => confirm(&mut theirs),
+                            TrimMessage::Held { .. } => {
                                 theirs.write_all(answer).unwrap();
                                 return named;
                             }
@@ -264,17 +260,6 @@ mod tests {
         assert_eq!(refuse(&line).to_string(), "the VMM refuses: no such disk");
         let lost = refuse(b"").to_string();
         assert_eq!(lost, "the connection to the VMM failed");
-    }
-
-    #[test]
-    fn connection_has_a_higher_number_than_the_file() {
-        let (socket, mut peer) = UnixStream::pair().unwrap();
-        let file = File::open("/proc/self/stat").unwrap();
-        let socket = release_before(&file, socket.into()).unwrap();
-        assert!(socket.as_raw_fd() > file.as_raw_fd());
-        // The lower number was closed, so the connection ends with the higher one.
-        drop(socket);
-        assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0);
     }
 
     #[test]

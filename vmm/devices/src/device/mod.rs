@@ -25,7 +25,7 @@ pub use self::device_work::DeviceWork;
 pub use self::event_emitter::EventEmitter;
 pub use self::mapped_file::MappedFile;
 pub use self::switch::Switch;
-pub use self::trim::{TrimService, TrimVolume};
+pub use self::trim::{TrimCommand, TrimService, TrimVolume};
 
 /// Error from building a device. The cause is in the device itself, in its transport or on the bus.
 pub type SetupError = Box<dyn std::error::Error + Send + Sync>;

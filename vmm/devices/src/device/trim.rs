@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use balloon::proto::{
     LineReader, MAX_TRIM_RANGES, NextLine, PROTOCOL_VERSION, Refusal, TrimAnswer, TrimMessage,
@@ -28,6 +29,9 @@ use tracing::info;
 
 use crate::log::rate_limited;
 
+/// Maximum time until a command confirms that it holds the space.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Maximum number of commands that wait for another.
 const BACKLOG: usize = 4;
 
@@ -42,12 +46,22 @@ pub trait TrimVolume: Send + Sync {
     fn btt_uuid(&self) -> Option<String>;
 
     /// Releases the chunks that contain nothing except the bytes `free` of the disk, as long as
-    /// `may_continue` returns true. Returns the number of released bytes.
+    /// `command` holds them. Returns the number of released bytes.
     fn release_reported(
         &self,
         free: &[Range<u64>],
-        may_continue: &dyn Fn() -> bool,
+        command: &mut dyn TrimCommand,
     ) -> Result<u64, MediaError>;
+}
+
+/// Command in the guest that holds the free space.
+pub trait TrimCommand {
+    /// Returns false if the command has ended, or if the service stops.
+    fn may_continue(&self) -> bool;
+
+    /// Requests a confirmation that the command holds the space, and waits for it. Returns false if
+    /// none arrives. Meanwhile, stores of the guest wait, but only if the command has ended.
+    fn confirm(&mut self) -> bool;
 }
 
 /// Volumes that the guest may trim.
@@ -112,6 +126,13 @@ enum TrimError {
         "a free part starts at {start_bytes} and has {length_bytes} bytes, which exceeds any disk"
     )]
     Overflow { start_bytes: u64, length_bytes: u64 },
+    #[error("the command confirms without a request")]
+    Unrequested,
+    #[error(
+        "the command did not confirm within {} s that it holds the free space; run it again while the guest is not paused",
+        CONFIRM_TIMEOUT.as_secs()
+    )]
+    Unconfirmed,
     #[error("the command names free parts of two BTTs")]
     TwoDisks,
     #[error("no thin volume with interface=nvdimm or interface=virtio-pmem has the BTT {uuid:.40}")]
@@ -134,6 +155,7 @@ impl Request {
     fn add(&mut self, line: &[u8]) -> Result<bool, TrimError> {
         let (btt_uuid, ranges) = match decode_trim_message(line)? {
             TrimMessage::End { .. } => return Ok(true),
+            TrimMessage::Held { .. } => return Err(TrimError::Unrequested),
             TrimMessage::Free { btt_uuid, ranges, .. } => (btt_uuid, ranges),
         };
         if self.free.len() + ranges.len() > MAX_TRIM_RANGES {
@@ -152,7 +174,7 @@ impl Request {
     fn carry_out(
         &self,
         volumes: &Volumes,
-        may_continue: &dyn Fn() -> bool,
+        command: &mut dyn TrimCommand,
     ) -> Result<u64, TrimError> {
         let Some(uuid) = &self.uuid else { return Ok(0) };
         let volumes = volumes.lock().clone();
@@ -165,7 +187,7 @@ impl Request {
             several => return Err(TrimError::AmbiguousDisk { uuid, count: several.len() }),
         };
         let name = volume.name();
-        let released_bytes = volume.release_reported(&self.free, may_continue).map_err(|err| {
+        let released_bytes = volume.release_reported(&self.free, command).map_err(|err| {
             TrimError::Release { volume: name.to_owned(), reason: foreshore_types::chain(&err) }
         })?;
         info!(volume = name, released_bytes, "The guest has trimmed a volume");
@@ -179,22 +201,83 @@ fn serve(stream: UnixStream, volumes: &Volumes, stop: &OwnedFd) -> io::Result<()
     let mut file = File::from(OwnedFd::from(stream));
     let Some(result) = receive(&mut file, stop)? else { return Ok(()) };
     let version = PROTOCOL_VERSION;
-    let may_continue = || may_continue(&file, stop);
-    let answer = match result.and_then(|request| request.carry_out(volumes, &may_continue)) {
+    let mut command = Connection { file: &file, stop, is_late: false, is_unconfirmed: false };
+    let result = result.and_then(|request| request.carry_out(volumes, &mut command));
+    let answer = match result {
+        Ok(_) if command.is_late => failed(TrimError::Unconfirmed),
         Ok(released_bytes) => TrimAnswer::Trimmed { version, released_bytes },
-        Err(err) => TrimAnswer::Failed { version, reason: foreshore_types::chain(&err) },
+        Err(err) => failed(err),
     };
-    let mut line = Vec::new();
-    encode_line(&answer, &mut line);
-    file.write_all(&line)
+    send(&file, &answer)
 }
 
-/// Returns true while the service runs and the command holds the free space. A command that ends
-/// closes its connection, and the guest may then use the space. A failure counts as an end.
-fn may_continue(connection: &File, stop: &OwnedFd) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let ended = events(connection, PollFlags::RDHUP, stop, Some(&now));
-    matches!(ended, Ok(Some(ended)) if ended.is_empty())
+fn failed(err: TrimError) -> TrimAnswer {
+    TrimAnswer::Failed { version: PROTOCOL_VERSION, reason: foreshore_types::chain(&err) }
+}
+
+fn send(mut to: &File, answer: &TrimAnswer) -> io::Result<()> {
+    let mut line = Vec::new();
+    encode_line(answer, &mut line);
+    to.write_all(&line)
+}
+
+/// Connection of a command that has named all free space.
+struct Connection<'a> {
+    file: &'a File,
+    stop: &'a OwnedFd,
+    /// Set after a confirmation that did not arrive in time.
+    is_late: bool,
+    /// Set after a request without a confirmation.
+    is_unconfirmed: bool,
+}
+
+impl Connection<'_> {
+    fn request_confirmation(&mut self) -> io::Result<bool> {
+        send(self.file, &TrimAnswer::Confirm { version: PROTOCOL_VERSION })?;
+        let deadline = Instant::now() + CONFIRM_TIMEOUT;
+        let (mut lines, mut buffer) = (LineReader::new(), [0; 512]);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).expect("a short time");
+            match events(self.file, PollFlags::IN, self.stop, Some(&left))? {
+                None => return Ok(false),
+                Some(arrived) if arrived.is_empty() => {
+                    self.is_late = true;
+                    return Ok(false);
+                }
+                Some(_) => {}
+            }
+            let mut file = self.file;
+            let len = file.read(&mut buffer)?;
+            if len == 0 {
+                return Ok(false);
+            }
+            // A command sends nothing else.
+            match lines.next(&mut &buffer[..len]) {
+                None => {}
+                Some(NextLine::Refused(_)) => return Ok(false),
+                Some(NextLine::Line(line)) => {
+                    return Ok(matches!(decode_trim_message(line), Ok(TrimMessage::Held { .. })));
+                }
+            }
+        }
+    }
+}
+
+impl TrimCommand for Connection<'_> {
+    /// A command that ends closes its connection, and the guest may then use the space. A failure
+    /// counts as an end.
+    fn may_continue(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ended = events(self.file, PollFlags::RDHUP, self.stop, Some(&now));
+        !self.is_unconfirmed && matches!(ended, Ok(Some(ended)) if ended.is_empty())
+    }
+
+    fn confirm(&mut self) -> bool {
+        // A late confirmation must not count as one of the next chunks.
+        self.is_unconfirmed |= !self.request_confirmation().unwrap_or(false);
+        !self.is_unconfirmed
+    }
 }
 
 /// Waits for events of a connection. Returns `None` if the service stops.
@@ -243,7 +326,6 @@ fn receive(from: &mut File, stop: &OwnedFd) -> io::Result<Option<Result<Request,
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader};
-    use std::time::{Duration, Instant};
 
     use balloon::proto::decode_trim_answer;
 
@@ -282,19 +364,26 @@ mod tests {
         fn release_reported(
             &self,
             free: &[Range<u64>],
-            may_continue: &dyn Fn() -> bool,
+            command: &mut dyn TrimCommand,
         ) -> Result<u64, MediaError> {
             if self.fails {
                 return Err(MediaError::ReadOnly);
             }
             if let Some(started) = &self.started {
-                assert!(may_continue());
+                assert!(command.may_continue());
                 started.send(()).unwrap();
                 let deadline = Instant::now() + Duration::from_secs(60);
-                while may_continue() {
+                while command.may_continue() {
                     assert!(Instant::now() < deadline, "the release has not ended");
                     std::thread::yield_now();
                 }
+                return Ok(0);
+            }
+            if !command.confirm() {
+                assert!(
+                    !command.may_continue(),
+                    "a late confirmation would count for other chunks"
+                );
                 return Ok(0);
             }
             self.trimmed.lock().extend_from_slice(free);
@@ -308,15 +397,34 @@ mod tests {
         service
     }
 
-    /// Sends lines as a command does. Returns the answer.
+    /// Sends lines as a command does, and confirms them. Returns the answer.
     fn send(service: &TrimService, lines: &[u8]) -> TrimAnswer {
+        let ours = connect(service, lines);
+        match receive_answer(&ours) {
+            TrimAnswer::Confirm { .. } => {
+                (&ours).write_all(&held()).unwrap();
+                receive_answer(&ours)
+            }
+            answer => answer,
+        }
+    }
+
+    fn connect(service: &TrimService, lines: &[u8]) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
         service.connections().blocking_send(theirs).unwrap();
         (&ours).write_all(lines).unwrap();
+        ours
+    }
+
+    fn receive_answer(ours: &UnixStream) -> TrimAnswer {
         let mut line = Vec::new();
-        BufReader::new(&ours).read_until(b'\n', &mut line).unwrap();
+        BufReader::new(ours).read_until(b'\n', &mut line).unwrap();
         decode_trim_answer(&line).unwrap()
+    }
+
+    fn held() -> Vec<u8> {
+        lines([TrimMessage::Held { version: 1 }])
     }
 
     fn lines(messages: impl IntoIterator<Item = TrimMessage>) -> Vec<u8> {
@@ -380,6 +488,31 @@ mod tests {
         service.add(twin);
         let ambiguous = reason(&[free(UUID, [0, 1]), end()]);
         assert_eq!(ambiguous, format!("2 volumes have the BTT {UUID}"));
+    }
+
+    #[test]
+    fn nothing_is_released_unless_the_command_confirms_in_time() {
+        let volume = Fake::new(Some(UUID), false);
+        let service = service(&[&volume]);
+        let free = lines(TrimMessage::all(UUID, &[[0, 1]]));
+        let ask = |reply: &[u8]| {
+            let ours = connect(&service, &free);
+            assert_eq!(receive_answer(&ours), TrimAnswer::Confirm { version: 1 });
+            (&ours).write_all(reply).unwrap();
+            ours
+        };
+        // The command was killed, or sends something else.
+        drop(ask(b""));
+        let nothing = TrimAnswer::Trimmed { version: 1, released_bytes: 0 };
+        assert_eq!(receive_answer(&ask(b"{}\n")), nothing);
+        assert_eq!(receive_answer(&ask(&lines([TrimMessage::End { version: 1 }]))), nothing);
+        let late = failure(receive_answer(&ask(&held()[..9])));
+        assert!(late.starts_with("the command did not confirm within 1 s"), "{late}");
+        let early = failure(send(&service, &held()));
+        assert_eq!(early, "the command confirms without a request");
+        assert_eq!(volume.trimmed.lock().len(), 0);
+        let released = TrimAnswer::Trimmed { version: 1, released_bytes: 1 };
+        assert_eq!(receive_answer(&ask(&held())), released);
     }
 
     #[test]

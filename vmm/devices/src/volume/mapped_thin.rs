@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use pmem_volume::btt::GuestAccess;
 use pmem_volume::media::MediaError;
 
-use crate::device::TrimVolume;
+use crate::device::{TrimCommand, TrimVolume};
 use crate::memory::holes::{ChunkAccess, HoleMetrics};
 use crate::pool::PoolVolume;
 
@@ -22,7 +22,7 @@ pub(super) struct MappedThinVolume {
 /// Access of the guest while its command holds the space that it has reported.
 struct AccessDuringCommand<'a> {
     access: ChunkAccess,
-    may_continue: &'a dyn Fn() -> bool,
+    command: &'a mut dyn TrimCommand,
 }
 
 impl GuestAccess for AccessDuringCommand<'_> {
@@ -35,7 +35,11 @@ impl GuestAccess for AccessDuringCommand<'_> {
     }
 
     fn may_continue(&self) -> bool {
-        (self.may_continue)()
+        self.command.may_continue()
+    }
+
+    fn confirm(&mut self) -> bool {
+        self.command.confirm()
     }
 }
 
@@ -55,10 +59,10 @@ impl TrimVolume for MappedThinVolume {
     fn release_reported(
         &self,
         free: &[Range<u64>],
-        may_continue: &dyn Fn() -> bool,
+        command: &mut dyn TrimCommand,
     ) -> Result<u64, MediaError> {
         let Some(volume) = self.volume.upgrade() else { return Ok(0) };
-        let mut access = AccessDuringCommand { access: self.access.clone(), may_continue };
+        let mut access = AccessDuringCommand { access: self.access.clone(), command };
         let released_bytes = volume.release_reported(free, &mut access)?;
         self.metrics.released_bytes.fetch_add(released_bytes, Ordering::Relaxed);
         Ok(released_bytes)
