@@ -58,7 +58,7 @@ impl ThreadKind {
     /// Returns the kind of a thread by its name, for tests of all threads of a VMM.
     pub fn of_name(name: &str) -> Option<Self> {
         Some(match name {
-            "foreshore" | "_removed" => Self::SetUp,
+            "foreshore" | "_grow" | "_removed" => Self::SetUp,
             "_api" => Self::Api,
             "_device" | "_console" => Self::Device,
             "_vsock" => Self::Vsock,

@@ -1,6 +1,8 @@
 //! Resizes of a running machine. A request is first checked as a whole, and then carried out in
 //! steps.
 
+use std::sync::Arc;
+
 use balloon::governor::{ResizeTarget, ResizeTargetError};
 use foreshore_devices::disk::ResizeError;
 use foreshore_devices::file_id::is_same;
@@ -8,12 +10,13 @@ use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_devices::virtio::block::BlockHandle;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_types::size::Size;
+use tracing::warn;
 
 use crate::config::{BALLOON_ZONE, DRAM_ZONE};
 use crate::governor::GovernorError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::request::{
-    GrowPoolRequest, Resize, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError,
+    GrowPoolRequest, Reply, Resize, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest, VmError,
 };
 use crate::vm::resize_plan::{
     NextBoot, ResizePlan, ResizeStep, StepAction, ZoneAction, id_of, zone,
@@ -95,14 +98,24 @@ impl MachineResize for KvmMachine {
         Ok(())
     }
 
-    fn grow_pool(&self, growth: &GrowPoolRequest) -> Result<(), VmError> {
+    /// Another thread grows the pool, because erasing a part of a device takes long. It may
+    /// outlive the machine.
+    fn grow_pool(&self, growth: GrowPoolRequest, reply: Reply<()>) {
+        let GrowPoolRequest { path, size, force } = growth;
         let pools = &self.pm.pools;
-        let Some(pool) = pools.iter().find(|pool| is_same(pool.path(), &growth.path)) else {
+        // An error of `send` means that the client has disconnected.
+        let Some(pool) = pools.iter().find(|pool| is_same(pool.path(), &path)) else {
             let known: Vec<_> =
                 pools.iter().map(|pool| pool.path().display().to_string()).collect();
-            return Err(VmError::NoSuchPool { path: growth.path.clone(), known: known.join(", ") });
+            let _ = reply.send(Err(VmError::NoSuchPool { path, known: known.join(", ") }));
+            return;
         };
-        pool.grow(growth.size, growth.force, &self.context.lost)
+        let (pool, lost) = (pool.clone(), Arc::clone(&self.context.lost));
+        let grow = move || drop(reply.send(pool.grow(size, force, &lost)));
+        // A failed spawn drops `reply`, and the client gets an error.
+        if let Err(err) = std::thread::Builder::new().name("_grow".to_owned()).spawn(grow) {
+            warn!(%err, "Cannot start a thread that grows a pool");
+        }
     }
 }
 
@@ -213,7 +226,6 @@ impl KvmMachine {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-    use std::sync::Arc;
 
     use balloon::ZoneId;
     use foreshore_devices::device::DeviceList;
@@ -420,7 +432,9 @@ mod tests {
         let grow = |machine: &KvmMachine, path: &Path, mib: Option<u64>| {
             let path = path.to_owned();
             let growth = GrowPoolRequest { path, size: mib.map(|mib| mib * MIB), force: false };
-            machine.grow_pool(&growth)
+            let (reply, result) = tokio::sync::oneshot::channel();
+            machine.grow_pool(growth, reply);
+            result.blocking_recv().unwrap()
         };
         let error = grow(&machine, Path::new("/other"), Some(256)).unwrap_err();
         assert!(

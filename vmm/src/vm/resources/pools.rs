@@ -21,6 +21,7 @@ use crate::vm::error::BuildError;
 use crate::vm::request::{PoolInfo, PoolStatus, VmError};
 
 /// Pool that contains memory or a volume of the machine.
+#[derive(Clone)]
 pub(in crate::vm) struct OpenPool {
     path: PathBuf,
     pool: Arc<dyn PmPool>,

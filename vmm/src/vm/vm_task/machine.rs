@@ -57,8 +57,8 @@ pub trait MachineResize {
     fn vcpu_ejected(&mut self, index: u8);
     /// Resizes a disk or a volume, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
-    /// Grows a pool that the machine uses.
-    fn grow_pool(&self, growth: &GrowPoolRequest) -> Result<(), VmError>;
+    /// Grows a pool that the machine uses. Answers possibly after this call returns.
+    fn grow_pool(&self, growth: GrowPoolRequest, reply: Reply<()>);
 }
 
 /// Addition and removal of devices.

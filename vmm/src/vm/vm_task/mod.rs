@@ -700,8 +700,10 @@ impl<F: MachineFactory> VmTask<F> {
                 answer(reply, self.busily(|task| task.vm()?.resize_disk(&resize)));
             }
             VmRequest::GrowPool(growth, reply) => {
-                let grow = |task: &mut Self| task.vm()?.running("pool.grow")?.grow_pool(&growth);
-                answer(reply, self.busily(grow));
+                match self.vm().and_then(|vm| vm.running("pool.grow")) {
+                    Ok(machine) => machine.grow_pool(growth, reply),
+                    Err(err) => answer(reply, Err(err)),
+                }
             }
             VmRequest::AddDevice(device, reply) => {
                 answer(reply, self.busily(|task| task.add_device(*device)));

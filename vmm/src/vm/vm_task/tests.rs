@@ -22,7 +22,8 @@ use crate::config::{ParamSettings, PressureConfig, Topology, test_config};
 use crate::governor::info::PressureInfo;
 use crate::vm::request::VmHandle;
 use crate::vm::request::{
-    Counters, GrowPoolRequest, PoolInfo, ResizeZoneRequest, VolumeInfo, ZoneInfo, device_tree,
+    Counters, GrowPoolRequest, PoolInfo, Reply, ResizeZoneRequest, VolumeInfo, ZoneInfo,
+    device_tree,
 };
 use crate::vm::resize_plan::{ResizePlan, ResizeStep};
 
@@ -151,9 +152,13 @@ impl MachineResize for FakeMachine {
         self.delays.wait("resize disk");
         Ok(())
     }
-    fn grow_pool(&self, _: &GrowPoolRequest) -> Result<(), VmError> {
+    fn grow_pool(&self, _: GrowPoolRequest, reply: Reply<()>) {
         self.log.lock().push("grow pool");
-        Ok(())
+        let delays = self.delays.clone();
+        std::thread::spawn(move || {
+            delays.wait("grow pool");
+            reply.send(Ok(())).unwrap();
+        });
     }
 }
 
