@@ -92,6 +92,9 @@ struct Stocked {
 struct State {
     stock: Stock,
     is_ended: bool,
+    /// Broken variant: withdrawn chunks stay in the stock.
+    #[cfg(test)]
+    keeps_withdrawn: bool,
 }
 
 /// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
@@ -210,6 +213,10 @@ impl Stocked {
 
     /// Removes the chunk at `index` from the stock, without a store.
     fn forget(&self, index: u32) {
+        #[cfg(test)]
+        if self.state.lock().keeps_withdrawn {
+            return;
+        }
         self.update(|stock| stock.forget(index));
         self.wait_for_release(index);
     }

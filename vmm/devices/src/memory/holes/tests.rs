@@ -342,6 +342,31 @@ fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
     assert!(foreshore_types::chain(&ended).contains("is being removed"), "{ended}");
 }
 
+#[test]
+fn chunk_that_is_given_back_leaves_the_stock() {
+    if is_skipped() {
+        return;
+    }
+    for is_broken in [false, true] {
+        let rig = Rig::new([]);
+        let filler = rig.filler.as_ref().unwrap();
+        filler.stocked.state.lock().keeps_withdrawn = is_broken;
+        rig.store(0, 1);
+        rig.store(CHUNK_BYTES, 1);
+        while rig.metrics.stocked.load(Ordering::Relaxed) < 4 {
+            std::thread::yield_now();
+        }
+        let (access, chunk) = (filler.chunk_access(), 3 * CHUNK_BYTES..4 * CHUNK_BYTES);
+        access.withdraw(std::slice::from_ref(&chunk)).unwrap();
+        access.give_back(std::slice::from_ref(&chunk)).unwrap();
+        // The chunk is mapped, so this store is not reported. The end of the filling releases the
+        // stock.
+        rig.store(chunk.start, 3);
+        assert_eq!((rig.load(chunk.start), rig.metrics.fills.count()), (3, 2));
+        assert_eq!(rig.stored(&[chunk.start]), [if is_broken { 0 } else { 3 }]);
+    }
+}
+
 /// Ranges of files in guest memory that may use `mappings` mappings for holes.
 fn ranges(mappings: usize) -> (Arc<FileRanges>, GuestView, Arc<MappingBudget>) {
     let view = GuestView::new(GuestMemoryMmap::new());
