@@ -344,6 +344,7 @@ fn holes() -> Vec<Allowed> {
     [
         trim(),
         ioctl(&[request::UFFDIO_WAKE, request::UFFDIO_WRITEPROTECT]),
+        always(&[SYS_mincore]),
         // Not USERFAULTFD_IOC_NEW, whose type and number are the same.
         vec![Allowed { call: SYS_ioctl, conditions: vec![is(1, INT, &[register])] }],
     ]

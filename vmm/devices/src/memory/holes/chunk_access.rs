@@ -1,11 +1,12 @@
 //! Access of the guest to chunks of a mapped volume, which is taken while they may be released.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 
+use foreshore_types::PAGE_BYTES;
 use parking_lot::Mutex;
 use pmem_volume::media::MediaError;
 use rustix::event::{EventfdFlags, eventfd};
@@ -104,8 +105,10 @@ impl ChunkAccess {
     }
 }
 
-/// Chunks to which the guest has no access. Stores there wait.
-pub(super) type Withdrawn = BTreeSet<u32>;
+/// Chunks to which the guest has no access. Stores there wait. The value consists of the addresses
+/// of pages that a store may have reached before the zeros in place of the chunk were protected.
+/// `None` if these pages are unknown.
+pub(super) type Withdrawn = BTreeMap<u32, Option<Vec<u64>>>;
 
 impl Server {
     /// Carries out the orders that have arrived.
@@ -126,42 +129,58 @@ impl Server {
     }
 
     fn withdraw(&mut self, index: u32) -> io::Result<()> {
-        if !self.withdrawn.insert(index) {
+        if self.withdrawn.contains_key(&index) {
             return Ok(());
         }
+        let was_mapped = std::mem::replace(&mut self.is_mapped[index as usize], true);
+        // After an error below, the zeros may lack protection.
+        self.withdrawn.insert(index, (!was_mapped).then(Vec::new));
         // Otherwise, the stock could release the chunk after it is given back.
         self.stocked.forget(index);
-        if std::mem::replace(&mut self.is_mapped[index as usize], true) {
-            let offset = u64::from(index) * CHUNK_BYTES;
-            self.userfaults.map_zeros(&self.reservation, offset, CHUNK_BYTES)?;
+        if was_mapped {
+            let (zeros, offset) = (&self.reservation, u64::from(index) * CHUNK_BYTES);
+            self.userfaults.map_zeros(zeros, offset, CHUNK_BYTES)?;
+            let accessed = self.userfaults.accessed_pages(zeros, offset, CHUNK_BYTES)?;
+            self.withdrawn.insert(index, Some(accessed));
         }
         Ok(())
     }
 
     /// Maps a chunk again, unless it was released.
     fn give_back(&mut self, index: u32) -> io::Result<()> {
-        if !self.withdrawn.remove(&index) {
-            return Ok(());
-        }
+        let Some(accessed) = self.withdrawn.remove(&index) else { return Ok(()) };
         let file_offset = self.source.volume.chunk_offset(index);
+        self.is_mapped[index as usize] = file_offset.is_some();
         let result = match file_offset {
-            Some(_) if self.has_stores(index) => {
-                Err(io::Error::other("the guest stored into a chunk that it reported as free"))
-            }
-            Some(file_offset) => self.map(index, file_offset),
+            Some(file_offset) => self.map_again(index, file_offset, accessed.as_deref()),
             None => Ok(()),
         };
-        self.is_mapped[index as usize] = file_offset.is_some();
         // The guest would find other content than it has stored.
         result.inspect_err(|err| (self.source.on_failure)(err.to_string()))
     }
 
-    /// Returns true if something was stored between the mapping of zeros and their protection.
-    fn has_stores(&self, index: u32) -> bool {
-        let start = self.reservation.addr() + u64::from(index) * CHUNK_BYTES;
-        // SAFETY: the reservation maps these addresses, which are multiples of 8, and no reference
-        // points there.
-        let load = |at: u64| unsafe { (at as *const u64).read_volatile() };
-        (start..start + CHUNK_BYTES).step_by(8).any(|at| load(at) != 0)
+    /// Maps a chunk that was not released. Fails if a store may have reached the zeros in its place
+    /// and is lost.
+    ///
+    /// A page that still has only zeros was probably loaded. If the chunk has zeros there as well,
+    /// even a store of zeros has lost nothing.
+    fn map_again(&self, index: u32, file_offset: u64, accessed: Option<&[u64]>) -> io::Result<()> {
+        let has_zeros = || accessed.is_some_and(|pages| pages.iter().all(|page| is_zero(*page)));
+        let is_unchanged = has_zeros();
+        if is_unchanged {
+            self.map(index, file_offset)?;
+        }
+        match is_unchanged && has_zeros() {
+            true => Ok(()),
+            false => Err(io::Error::other("the guest used a chunk that it reported as free")),
+        }
     }
+}
+
+/// Returns true if a page of a reservation has only zeros.
+pub(super) fn is_zero(page: u64) -> bool {
+    let words = (page..page + PAGE_BYTES).step_by(8);
+    // SAFETY: the reservation maps the page, whose address is a multiple of 8, and no reference
+    // points there.
+    words.map(|at| unsafe { (at as *const u64).read_volatile() }).all(|word| word == 0)
 }

@@ -304,7 +304,7 @@ impl Server {
     /// Fills the hole, and repeats the store. Returns false if the store waits for space.
     fn serve(&mut self, store: &mut Store) -> bool {
         let at = store.index as usize;
-        if self.withdrawn.contains(&store.index) {
+        if self.withdrawn.contains_key(&store.index) {
             return false;
         }
         if !self.is_mapped[at] {

@@ -310,6 +310,34 @@ fn kernel_without_protection_of_absent_pages_gets_pages_of_zeros() {
 }
 
 #[test]
+fn store_of_zeros_before_protection_is_detected() {
+    if is_skipped() {
+        return;
+    }
+    let reservation = Reservation::new(CHUNK_BYTES, CHUNK_BYTES).unwrap();
+    let mut userfaults = UserfaultDevice::default().create().unwrap();
+    if !userfaults.protects_absent {
+        eprintln!("skipped: Linux is older than 6.4");
+        return;
+    }
+    let last = reservation.addr() + CHUNK_BYTES - 8;
+    let mut is_noticed = |word: Option<u64>| {
+        reservation.map_anonymous(0, CHUNK_BYTES).unwrap();
+        word.into_iter().for_each(|word| store(last, word));
+        userfaults.protects_absent = true;
+        userfaults.protect(&reservation, 0, CHUNK_BYTES).unwrap();
+        // The broken variant compares the content.
+        [true, false].map(|by_presence| {
+            userfaults.protects_absent = by_presence;
+            !userfaults.accessed_pages(&reservation, 0, CHUNK_BYTES).unwrap().is_empty()
+        })
+    };
+    assert_eq!(is_noticed(Some(7)), [true, true]);
+    assert_eq!(is_noticed(None), [false, false]);
+    assert_eq!(is_noticed(Some(0)), [true, false]);
+}
+
+#[test]
 fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
     if is_skipped() {
         return;

@@ -8,8 +8,10 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use foreshore_types::PAGE_BYTES;
 use rustix::process::{Resource, getrlimit};
 
+use super::chunk_access::is_zero;
 use crate::memory::backing::Reservation;
 
 /// Requests of ioctl() on `/dev/userfaultfd` and on its contexts (linux/userfaultfd.h). The upper
@@ -160,6 +162,16 @@ impl Userfaults {
     /// range later, which ends the reports for those parts.
     pub fn map_zeros(&self, reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
         reservation.map_anonymous(offset, len)?;
+        self.protect(reservation, offset, len)
+    }
+
+    /// Reports stores to new anonymous memory.
+    pub(super) fn protect(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
         // A huge page cannot share the page tables of protected small pages.
         reservation.advise_small_pages(offset, len);
         let range = || AddressRange { start: reservation.addr() + offset, len };
@@ -172,6 +184,29 @@ impl Userfaults {
         let mut protect = WriteProtect { range: range(), mode: UFFDIO_WRITEPROTECT_MODE_WP };
         // SAFETY: as above.
         unsafe { ioctl(&self.fd, UFFDIO_WRITEPROTECT, &mut protect) }
+    }
+
+    /// Returns the addresses of pages that a store may have reached after [`Self::map_zeros`] has
+    /// mapped zeros and before it has protected them. Call this directly after `map_zeros`.
+    ///
+    /// Absent pages can be protected, so a page is present only if it was accessed (mm/mincore.c
+    /// counts the marker of a protected absent page as absent). A load also counts, because it
+    /// cannot be distinguished. Older kernels have made all pages present, so only their content
+    /// shows a store, unless it was 0.
+    pub(super) fn accessed_pages(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<Vec<u64>> {
+        let start = reservation.addr() + offset;
+        let pages = (start..start + len).step_by(PAGE_BYTES as usize);
+        if !self.protects_absent {
+            return Ok(pages.filter(|page| !is_zero(*page)).collect());
+        }
+        let is_present = reservation.pages(offset, len)?;
+        let pages = pages.zip(is_present).filter(|(_, present)| present & 1 != 0);
+        Ok(pages.map(|(page, _)| page).collect())
     }
 
     /// Returns the address of the next store that waits. `None` if no store waits.
