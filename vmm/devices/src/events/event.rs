@@ -227,7 +227,7 @@ impl Event<'_> {
                 ("reason", without_braces(reason)),
             ],
             Self::PoolUsage { pool, threshold_percent, time_to_full_s } => {
-                let time = time_to_full_s.map(|time| ("time_to_full_seconds", time.to_string()));
+                let time = time_to_full_s.map(|time| ("time_to_full_s", time.to_string()));
                 let mut properties = vec![
                     ("pool", without_braces(pool)),
                     ("threshold_percent", threshold_percent.to_string()),

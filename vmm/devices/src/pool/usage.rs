@@ -302,7 +302,7 @@ mod tests {
         };
         let properties = event.properties.as_ref().unwrap();
         assert_eq!((&*properties["pool"], &*properties["threshold_percent"]), ("p", "80"));
-        assert!(properties["time_to_full_seconds"].parse::<u64>().is_ok());
+        assert!(properties["time_to_full_s"].parse::<u64>().is_ok());
     }
 
     #[test]
