@@ -42,7 +42,7 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
         ),
         (
             "memory_recallable",
-            "Plugged PM above the floor and outside pinned zones, whatever the policy.",
+            "Plugged PM that a guest can unplug, above the floor and outside pinned zones.",
             |zone| Some(zone.recallable_bytes),
         ),
         ("memory_spilled", "Plugged PM that was moved from the pool to DRAM.", |zone| {
