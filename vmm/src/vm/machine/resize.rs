@@ -8,6 +8,7 @@ use foreshore_devices::disk::ResizeError;
 use foreshore_devices::file_id::is_same;
 use foreshore_devices::memory::zone::{Growth, Tier, ZoneSpec};
 use foreshore_devices::virtio::block::BlockHandle;
+use foreshore_devices::volume::guest_btt::VolumeKey;
 use foreshore_devices::volume::interface::Chosen;
 use foreshore_types::size::Size;
 use tracing::warn;
@@ -88,14 +89,21 @@ impl MachineResize for KvmMachine {
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(VmError::NoSuchDisk { id: id.clone(), known });
         };
-        disk.resize(*desired_size).map_err(|err| match err {
+        let result = disk.resize(*desired_size).map_err(|err| match err {
             ResizeError::Io { .. } => VmError::Failed(format!("disk {id}: {err}")),
             _ => VmError::BadRequest(format!("disk {id}: {err}")),
-        })?;
-        if let Some(place) = volume {
-            self.pm.volumes[place].has_grown(*desired_size);
+        });
+        if let Some((place, (_, size_bytes))) = volume.zip(self.stored_volume(id)) {
+            self.pm.volumes[place].has_grown(size_bytes);
         }
-        Ok(())
+        result
+    }
+
+    fn stored_volume(&self, id: &str) -> Option<(VolumeKey, u64)> {
+        let volume = &self.pm.volumes[self.pm.place_of(id)?];
+        let mut stored = volume.pool().volumes().into_iter();
+        let stored = stored.find(|stored| stored.name == volume.name())?;
+        Some((volume.key(), stored.size_bytes))
     }
 
     /// Another thread grows the pool, because erasing a part of a device takes long. It may
@@ -423,6 +431,15 @@ mod tests {
             resize(&mut machine, "data", 60).unwrap();
             assert_eq!(sizes(&machine), (60, 57));
         }
+    }
+
+    #[test]
+    fn volume_that_has_grown_in_spite_of_an_error_has_its_new_size() {
+        let (mut machine, _folder) = with_volume("size=20M,interface=virtio-blk");
+        let disk = machine.devices.handles::<BlockHandle>().next().unwrap().clone();
+        disk.resize(60 * MIB).unwrap();
+        resize(&mut machine, "data", 30).unwrap_err();
+        assert_eq!(machine.pm.volumes[0].config().size, crate::config::VolumeSize::Bytes(60 * MIB));
     }
 
     #[test]

@@ -300,15 +300,16 @@ impl Vm {
         config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
     }
 
-    /// Resizes a disk. The next boot expects the new size of a volume.
+    /// Resizes a disk. The next boot expects the new size of a volume, also after a growth that
+    /// failed when the volume had grown already.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let machine = self.running("vm.resize-disk")?;
-        machine.resize_disk(resize)?;
-        if let Some(key) = machine.volume_of(&resize.id) {
+        let result = machine.resize_disk(resize);
+        if let Some((key, size_bytes)) = machine.stored_volume(&resize.id) {
             let volumes = self.config.pm_volumes.iter_mut().filter(|volume| volume.is(&key));
-            volumes.for_each(|volume| volume.has_grown(resize.desired_size));
+            volumes.for_each(|volume| volume.has_grown(size_bytes));
         }
-        Ok(())
+        result
     }
 
     /// Adds a device to the configuration for the next boot, and to the machine if there is one.

@@ -67,6 +67,8 @@ struct FakeMachine {
     zones: Vec<ZoneSpec>,
     failing_step: FailingStep,
     has_space: HasSpace,
+    /// Stored size of the volume `data`.
+    volume_bytes: u64,
 }
 
 impl Machine for FakeMachine {
@@ -147,10 +149,17 @@ impl MachineResize for FakeMachine {
     fn vcpu_ejected(&mut self, _: u8) {
         self.log.lock().push("vcpu ejected");
     }
-    fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
+    fn stored_volume(&self, id: &str) -> Option<(VolumeKey, u64)> {
+        Some((self.volume_of(id)?, self.volume_bytes))
+    }
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         self.log.lock().push("resize disk");
         self.delays.wait("resize disk");
-        Ok(())
+        self.volume_bytes = resize.desired_size;
+        match *self.failing_step.lock() {
+            Some("resize disk") => Err(VmError::Failed("no new arena".to_owned())),
+            _ => Ok(()),
+        }
     }
     fn grow_pool(&self, _: GrowPoolRequest, reply: Reply<()>) {
         self.log.lock().push("grow pool");
@@ -222,7 +231,8 @@ impl MachineFactory for FakeFactory {
         let zones = Topology::of(config).unwrap().zones().to_vec();
         let failing_step = Arc::clone(&self.failing_step);
         let has_space = Arc::clone(&self.has_space);
-        Ok(Box::new(FakeMachine { log, delays, zones, failing_step, has_space }))
+        let volume_bytes = 20 << 20;
+        Ok(Box::new(FakeMachine { log, delays, zones, failing_step, has_space, volume_bytes }))
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {

@@ -230,6 +230,12 @@ fn grown_volume_has_its_new_size_at_the_next_boot() {
         let sizes: Vec<_> = volumes.iter().map(|volume| volume.size).collect();
         let [grown, other] = [40, 20].map(|mib| VolumeSize::Bytes(mib * MIB));
         assert_eq!(sizes, [grown, other, VolumeSize::Existing]);
+        // The volume has grown, but its new part cannot be used yet.
+        *vm.failing_step.lock() = Some("resize disk");
+        let size = ResizeDiskRequest { id: "data".to_owned(), desired_size: 60 * MIB };
+        vm.handle.ask(|reply| VmRequest::ResizeDisk(size, reply)).await.unwrap_err();
+        let volumes = vm.handle.ask(VmRequest::Info).await.unwrap().config.pm_volumes;
+        assert_eq!(volumes[0].size, VolumeSize::Bytes(60 * MIB));
     });
 }
 
