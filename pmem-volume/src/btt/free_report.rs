@@ -55,7 +55,7 @@ pub fn release_reported(
     let Some(unit_bytes) = space.release_unit_bytes() else { return Ok(0) };
     let report = Report { free: merged(free), unit_bytes };
     let mut units = report.units(space, &|_| true, access)?;
-    units.retain(|unit| !matches!(space.next_data(unit.clone()), Ok(None)));
+    units.retain(|unit| !matches!(space.is_hole(unit.clone()), Ok(true)));
     let mut released_bytes = 0;
     for group in units.chunks(MIN_GROUP.max(units.len().div_ceil(MAX_GROUPS))) {
         if !access.may_continue() {

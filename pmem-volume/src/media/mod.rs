@@ -168,6 +168,11 @@ pub trait Media: Send + Sync {
         Ok(Some(range).filter(|range| !range.is_empty()))
     }
 
+    /// Returns true if a range has no space. Space that reads as zeros is not a hole.
+    fn is_hole(&self, range: Range<u64>) -> Result<bool, MediaError> {
+        Ok(self.next_data(range)?.is_none())
+    }
+
     /// Loads a little-endian word. `offset_bytes` is a multiple of 8. The load is atomic if the
     /// media allows stores.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
@@ -296,6 +301,10 @@ impl<P: Deref<Target: Media> + Send + Sync> Media for P {
     #[inline]
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         (**self).next_data(range)
+    }
+
+    fn is_hole(&self, range: Range<u64>) -> Result<bool, MediaError> {
+        (**self).is_hole(range)
     }
 
     #[inline]

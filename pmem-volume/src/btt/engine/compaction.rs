@@ -112,7 +112,7 @@ impl Arena {
         self.release_unused(common)?;
         let units = || pass.plan.emptied().iter().map(|unit| unit.unit);
         state.account.add_pass(units().filter(|unit| live.live_in(*unit) == 0).count() as u64);
-        let is_hole = |unit: &u32| matches!(common.space.next_data(live.range_of(*unit)), Ok(None));
+        let is_hole = |unit: &u32| matches!(common.space.is_hole(live.range_of(*unit)), Ok(true));
         let freed = units().filter(is_hole).count() as u64;
         Ok(freed * u64::from(limits.unit_blocks) * PAGE_BYTES)
     }

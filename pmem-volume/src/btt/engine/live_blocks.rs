@@ -149,16 +149,13 @@ impl LiveBlocks {
         }
     }
 
-    /// Queues the units that have space but no live blocks. An earlier process may have left them.
+    /// Queues the units that have space but no live blocks. A killed process may have left them,
+    /// even without data.
     fn queue_present(&self, space: &impl Media) -> Result<(), MediaError> {
-        let mut rest = self.range_of(0).start..self.range_of(self.units()).start;
-        while !rest.is_empty()
-            && let Some(data) = space.next_data(rest.clone())?
-        {
-            let unit_at = |at: u64| ((at >> self.unit_shift) - self.first_unit) as u32;
-            let units = unit_at(data.start)..unit_at(data.end - 1) + 1;
-            units.clone().for_each(|unit| self.queue_unused(unit));
-            rest.start = self.range_of(units.end).start;
+        for unit in 0..self.units() {
+            if !space.is_hole(self.range_of(unit))? {
+                self.queue_unused(unit);
+            }
         }
         Ok(())
     }

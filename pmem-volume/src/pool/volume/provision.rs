@@ -80,7 +80,7 @@ impl<M: Media> Volume<M> {
 }
 
 /// Returns the indexes of the chunks that a range of a volume touches.
-fn indexes(range: &Range<u64>) -> Range<u32> {
+pub(super) fn indexes(range: &Range<u64>) -> Range<u32> {
     let end = if range.is_empty() { range.start } else { range.end.next_multiple_of(CHUNK_BYTES) };
     (range.start / CHUNK_BYTES) as u32..(end / CHUNK_BYTES) as u32
 }

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use super::provision::indexes;
 use super::{Space, Volume, VolumeExtent};
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, Media, MediaError, Pending, debug_assert_word};
@@ -152,6 +153,13 @@ impl<M: Media> Media for Volume<M> {
 
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         self.space_on(&self.pool().view()).next_data(range)
+    }
+
+    fn is_hole(&self, range: Range<u64>) -> Result<bool, MediaError> {
+        match &self.map {
+            Some(map) => Ok(map.holes(indexes(&range)).eq(indexes(&range))),
+            None => Ok(self.space().file_ranges(range).is_empty()),
+        }
     }
 
     #[inline]

@@ -1,7 +1,8 @@
 //! Release of space of a thin volume.
 
-use std::sync::Barrier;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use super::super::live_blocks::LiveBlocks;
@@ -10,7 +11,8 @@ use super::threads::version_of;
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
-use crate::btt::live_bytes;
+use crate::btt::{GuestAccess, live_bytes, release_reported};
+use crate::media::MediaError;
 use crate::media::simulator::Random;
 use crate::media::thin::ThinMedia;
 
@@ -290,16 +292,67 @@ fn threads_that_read_write_and_discard_never_see_released_space() {
     assert!(thin.allocated().iter().all(|unit| !UNITS.contains(unit)));
 }
 
+/// Creates a pool with a thin volume `v`, in a file system with holes.
+fn pool_with_thin_volume(folder: &Path) -> Arc<crate::Pool> {
+    let pool = crate::Pool::create(&folder.join("pool"), 64 << 20, 0).unwrap();
+    let thick = crate::VolumeOptions::thick(VOLUME_BYTES, crate::VolumeFormat::Btt);
+    pool.create_volume_with("v", crate::VolumeOptions { thin: true, ..thick }).unwrap();
+    pool
+}
+
+/// A kill between the allocation of a chunk and the first store leaves it without data. The file of
+/// the pool then has a hole there.
+#[test]
+fn chunks_that_a_killed_process_left_without_data_are_released() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let pool = pool_with_thin_volume(folder.path());
+    let volume = pool.open_volume("v").unwrap();
+    let before = volume.allocated_bytes();
+    let (info, _) = read_arena(&volume, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+    let unused = [2, 3].map(|index| volume.provision_chunk(index).unwrap());
+    assert_eq!(volume.allocated_bytes(), before + 2 * crate::CHUNK_BYTES, "{unused:?}");
+    drop(volume);
+
+    // A driver in the guest reports the blocks of one of them as free.
+    let volume = pool.open_volume("v").unwrap();
+    let block_bytes = u64::from(info.block_bytes);
+    let first = (2 * crate::CHUNK_BYTES - info.data_at) / block_bytes;
+    let end = (3 * crate::CHUNK_BYTES - info.data_at).div_ceil(block_bytes);
+    let free = first * PAGE_BYTES..end * PAGE_BYTES;
+    let released = release_reported(&volume, &[free], &mut AlwaysAccessible).unwrap();
+    assert_eq!(released, crate::CHUNK_BYTES);
+    drop(volume);
+
+    let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+    engine.discard(0..1).unwrap();
+    assert_eq!(engine.space().allocated_bytes(), before);
+}
+
+/// Guest that keeps its access.
+struct AlwaysAccessible;
+
+impl GuestAccess for AlwaysAccessible {
+    fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Ok(())
+    }
+
+    fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Ok(())
+    }
+
+    fn may_continue(&self) -> bool {
+        true
+    }
+
+    fn confirm(&mut self) -> bool {
+        true
+    }
+}
+
 #[test]
 fn discard_in_a_thin_volume_of_a_pool_releases_chunks() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let pool = crate::Pool::create(&folder.path().join("pool"), 64 << 20, 0).unwrap();
-    let (size, format) = (crate::VolumeSize::Bytes(VOLUME_BYTES), crate::VolumeFormat::Btt);
-    pool.create_volume_with(
-        "v",
-        crate::VolumeOptions { size, format, thin: true, reserve_bytes: None },
-    )
-    .unwrap();
+    let pool = pool_with_thin_volume(folder.path());
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
     let before = engine.space().allocated_bytes();
     fill(&engine, 0..2500, 1);
