@@ -21,16 +21,17 @@ const FLOG_GROUP_BYTES: u64 = 64;
 #[derive(Debug)]
 pub struct BttMedia {
     file: File,
+    /// Pieces of the volume. The gaps of a thin volume are holes.
     extents: Vec<VolumeExtent>,
+    len_bytes: u64,
 }
 
 impl BttMedia {
     pub fn open(pool: &crate::Pool, volume: &str) -> Result<Self> {
         let opened = Pool::open(pool.path(), OpenMode::ReadOnly).context("Cannot open the pool")?;
-        let extents =
-            opened.open_volume(volume).context("Cannot open the volume")?.extents().to_vec();
+        let volume = opened.open_volume(volume).context("Cannot open the volume")?;
         let file = File::options().read(true).write(true).open(pool.path())?;
-        Ok(Self { file, extents })
+        Ok(Self { file, extents: volume.allocated_extents(), len_bytes: volume.size_bytes() })
     }
 
     pub fn format(&self, sector_bytes: u32) -> Result<()> {
@@ -92,44 +93,50 @@ impl BttMedia {
             .store(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
     }
 
-    fn file_ranges(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    fn hole_bytes(&self) -> u64 {
+        self.len_bytes - self.extents.iter().map(|extent| extent.len_bytes()).sum::<u64>()
+    }
+
+    /// Returns the parts of a range of the volume that are no holes, each with its offset in the
+    /// file.
+    fn parts(&self, range: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
         assert!(range.end <= self.len_bytes(), "{range:?} is outside the volume");
         self.extents.iter().filter_map(move |extent| {
-            let (first, at) = (extent.volume_offset_bytes(), extent.offset_bytes());
+            let first = extent.volume_offset_bytes();
             let start = range.start.max(first);
             let end = range.end.min(first + extent.len_bytes());
-            (start < end).then(|| at + (start - first)..at + (end - first))
+            (start < end).then(|| (start..end, extent.offset_bytes() + (start - first)))
         })
     }
 }
 
 impl Media for BttMedia {
     fn len_bytes(&self) -> u64 {
-        self.extents.iter().map(|extent| extent.len_bytes()).sum()
+        self.len_bytes
     }
 
     fn durability(&self) -> Durability {
         Durability::PageCache
     }
 
-    fn read(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
-        for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
-            let (now, later) = into.split_at_mut((range.end - range.start) as usize);
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        into.fill(0);
+        for (part, at) in self.parts(offset_bytes..offset_bytes + into.len() as u64) {
+            let [start, end] = [part.start, part.end].map(|of| (of - offset_bytes) as usize);
             self.file
-                .read_exact_at(now, range.start)
-                .map_err(|source| failure("read", &range, source))?;
-            into = later;
+                .read_exact_at(&mut into[start..end], at)
+                .map_err(|source| failure("read", &part, source))?;
         }
         Ok(())
     }
 
-    fn store(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
-        for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
-            let (now, later) = bytes.split_at((range.end - range.start) as usize);
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        assert_eq!(self.hole_bytes(), 0, "a store to a volume with holes");
+        for (part, at) in self.parts(offset_bytes..offset_bytes + bytes.len() as u64) {
+            let [start, end] = [part.start, part.end].map(|of| (of - offset_bytes) as usize);
             self.file
-                .write_all_at(now, range.start)
-                .map_err(|source| failure("write", &range, source))?;
-            bytes = later;
+                .write_all_at(&bytes[start..end], at)
+                .map_err(|source| failure("write", &part, source))?;
         }
         Ok(())
     }

@@ -11,12 +11,14 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::btt_media::BttMedia;
 use guest_tests::guest::complaints;
 use guest_tests::pool::pmvol;
+use guest_tests::user::need_root;
 use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use guest_tools::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
 use pmem_volume::btt::Engine;
 use pmem_volume::{OpenMode, Volume};
 
 use crate::volume::IO_LIMIT;
+use crate::volume_thin::USERFAULTS;
 
 guest_tests::tests![
     linux_and_the_engine_use_a_disk_in_turn: 300 (long) on [V6_12 & V6_1] x several,
@@ -74,6 +76,13 @@ impl Disk {
         Self::open(pool, name)
     }
 
+    /// Creates a thin volume with sectors of 4096 bytes.
+    fn create_thin(pool: &Pool, name: &str, size_mib: u64) -> Result<Self> {
+        let size = format!("{size_mib}M");
+        pmvol(&["volume", "create", &pool.name(), name, "--size", &size, "--thin"])?;
+        Self::open(pool, name)
+    }
+
     /// Creates a volume and then grows it, so that it has two arenas. Otherwise only volumes larger
     /// than 512 GiB have a second arena. Linux' driver accepts arenas of any size, and finds the
     /// next arena by its info block (drivers/nvdimm/btt.c, discover_arenas).
@@ -107,7 +116,9 @@ impl Disk {
     /// it.
     pub(crate) fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
-        let verified = self.media.verify(&outcome).context("Content read by Reader");
+        // A thin volume has other chunks than before.
+        let media = BttMedia::open(&Pool::by_path(&self.pool), &self.name)?;
+        let verified = media.verify(&outcome).context("Content read by Reader");
         verified.with_context(|| format!("Volume {}", self.name))?;
         self.verify_by_engine(&outcome)
     }
@@ -247,10 +258,12 @@ fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
 /// Each side reads the log as the other side left it. The order is: our engine, Linux with NVDIMM,
 /// our engine, an older Linux with one more lane, our engine, Linux with virtio-pmem. With
 /// virtio-pmem, each sector costs four exits. The engine also discards sectors, which read as
-/// zeros.
+/// zeros. One volume is thin, so its chunks come and go.
 fn linux_and_the_engine_use_a_disk_in_turn() -> Result<()> {
-    let pool = Pool::create("96M")?;
-    let disks = two_disks(&pool)?;
+    need_root(USERFAULTS)?;
+    let pool = Pool::create("128M")?;
+    let [large, small] = two_disks(&pool)?;
+    let disks = [large, small, Disk::create_thin(&pool, "thin", 28)?];
     let mut history = Vec::new();
     for (round, (kernel, cpus, interface, engine_writes, linux_writes)) in (0..).zip([
         (Kernel::V6_12, 2, "nvdimm", OPERATIONS, OPERATIONS),
