@@ -23,7 +23,9 @@ pub(crate) fn show(pool: &Pool, metrics: &str) -> Result<()> {
     phase(5, "the boundary between memory and storage moves while the guest runs");
     pmvol(&["volume", "delete", &pool.name(), "data", "--force"])?;
     let memory = format!("pool={},size={ZONE_MIB}M,spill=1G", pool.name());
-    let volume = format!("pool={},name=thin,size={VOLUME_MIB}M,create=on,thin=on", pool.name());
+    // Discards of the guest give space back.
+    let keys = "create=on,thin=on,interface=virtio-blk";
+    let volume = format!("pool={},name=thin,size={VOLUME_MIB}M,{keys}", pool.name());
     let guest = hybrid_guest(&memory, BOUNDARY, metrics)
         .pm_volume(&volume)
         .pressure("fixed,size=1280M")

@@ -180,7 +180,7 @@ impl VmConfig {
                     format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // The volume may exist and be thick, so `thin=on` is not compared with the interface.
+            // The volume may exist and be thick, so `thin` is not compared with the interface.
             let (allocation, max_vcpus) = (Allocation::Thick, self.cpus.max_vcpus);
             choose(volume, &allocation, max_vcpus, Payload::Linux).map_err(SectionError::new)?;
         }
@@ -188,16 +188,11 @@ impl VmConfig {
             .map_err(SectionError::new)?)
     }
 
-    /// Volumes, each with the interface that is chosen if the payload is Linux and the volume is
-    /// new. If another payload or a stored volume rules the interface out, the error is reported
-    /// when the payload is loaded or the volume is opened.
+    /// Volumes, each with the interface that is chosen if the payload is Linux and the volume can
+    /// be mapped. If not, an error is reported when the payload is loaded or the volume is opened.
     fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
         let choose = |volume: &PmVolumeConfig| {
-            let allocation = match volume.thin {
-                true => Allocation::Thin { overcommit: None, refusal: None },
-                false => Allocation::Thick,
-            };
-            choose(volume, &allocation, self.cpus.max_vcpus, Payload::Linux).ok()
+            choose(volume, &Allocation::Thick, self.cpus.max_vcpus, Payload::Linux).ok()
         };
         self.pm_volumes.iter().filter_map(move |volume| Some((volume, choose(volume)?)))
     }

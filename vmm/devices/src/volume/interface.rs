@@ -8,9 +8,9 @@
 //! | raw | `virtio-pmem` | none; flushes may block | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 //!
-//! `auto` selects `virtio-blk` for a thin volume, because only its discards release space. The
-//! other interfaces need a VMM that can fill holes while the guest stores into them. A store cannot
-//! fail, so all of the volume must be guaranteed.
+//! To map a thin volume, the VMM must fill holes while the guest stores into them. A store cannot
+//! fail, so all of the volume must be guaranteed. If a thin volume cannot be mapped, `auto` selects
+//! `virtio-blk`.
 
 use std::collections::BTreeSet;
 
@@ -159,7 +159,24 @@ pub enum Allocation {
         overcommit: Option<(u64, u64)>,
         /// Reason why the VMM cannot fill holes into which the guest stores.
         refusal: Option<String>,
+        /// Reason why `auto` must not map the volume, which would leave too few mappings.
+        excess: Option<String>,
     },
+}
+
+impl Allocation {
+    /// Returns the reason why `auto` does not map the volume. `None` if it may be mapped.
+    pub fn unmapped_reason(&self, volume: &PmVolumeConfig) -> Option<String> {
+        let Self::Thin { overcommit, refusal, excess } = self else { return None };
+        let unfilled_reason = || match overcommit {
+            _ if volume.readonly => None,
+            Some((reserve_bytes, size_bytes)) => {
+                Some(format!("its reserve is {} of {}", Size(*reserve_bytes), Size(*size_bytes)))
+            }
+            None => refusal.clone(),
+        };
+        excess.clone().or_else(unfilled_reason)
+    }
 }
 
 /// Chooses the volume's interface. If the requested interface is unsafe, returns the reason.
@@ -169,9 +186,7 @@ pub fn choose(
     max_vcpus: u8,
     payload: Payload,
 ) -> Result<Chosen, InterfaceError> {
-    if let Allocation::Thin { overcommit, refusal } = allocation
-        && let Some(chosen) = choose_for_thin(volume, *overcommit, refusal.as_deref())?
-    {
+    if let Some(chosen) = choose_for_thin(volume, allocation)? {
         return Ok(chosen);
     }
     match volume.format {
@@ -201,28 +216,29 @@ fn choose_for_btt(
     }
 }
 
-/// Returns `None` if the volume may be mapped as if it were thick.
+/// Returns `None` if the rules for a thick volume apply.
 fn choose_for_thin(
     volume: &PmVolumeConfig,
-    overcommit: Option<(u64, u64)>,
-    refusal: Option<&str>,
+    allocation: &Allocation,
 ) -> Result<Option<Chosen>, InterfaceError> {
+    let Allocation::Thin { overcommit, refusal, .. } = allocation else { return Ok(None) };
     let name = || volume.name.clone();
     let interface = match (volume.format, volume.interface) {
         (VolumeFormat::Raw, _) => return Err(InterfaceError::ThinRaw { name: name() }),
-        (VolumeFormat::Btt, VolumeInterface::Auto | VolumeInterface::VirtioBlk) => {
-            return Ok(Some(Chosen::VirtioBlk));
+        (VolumeFormat::Btt, VolumeInterface::VirtioBlk) => return Ok(Some(Chosen::VirtioBlk)),
+        (VolumeFormat::Btt, VolumeInterface::Auto) => {
+            return Ok(allocation.unmapped_reason(volume).map(|_| Chosen::VirtioBlk));
         }
         (VolumeFormat::Btt, VolumeInterface::Nvdimm) => Chosen::Nvdimm,
         (VolumeFormat::Btt, VolumeInterface::VirtioPmem) => Chosen::VirtioPmem,
     };
-    match (overcommit, refusal) {
+    match (*overcommit, refusal) {
         _ if volume.readonly => Ok(None),
         (Some((reserve_bytes, size_bytes)), _) => {
             Err(InterfaceError::ThinReserve { name: name(), interface, reserve_bytes, size_bytes })
         }
         (None, Some(reason)) => {
-            Err(InterfaceError::ThinMapped { name: name(), interface, reason: reason.to_owned() })
+            Err(InterfaceError::ThinMapped { name: name(), interface, reason: reason.clone() })
         }
         (None, None) => Ok(None),
     }
@@ -429,12 +445,19 @@ mod tests {
     fn thin_volume_is_mapped_if_its_holes_can_be_filled() {
         let chosen = |options: &str, overcommit, refusal: Option<&str>| {
             let refusal = refusal.map(str::to_owned);
-            choose(&volume(options), &Allocation::Thin { overcommit, refusal }, 1, Payload::Linux)
+            let allocation = Allocation::Thin { overcommit, refusal, excess: None };
+            choose(&volume(options), &allocation, 1, Payload::Linux)
         };
         let (overcommit, refusal) = (Some((2 << 20, 20 << 20)), Some("no such device"));
-        for options in ["interface=auto", "interface=virtio-blk"] {
-            assert_eq!(chosen(options, None, None), Ok(Chosen::VirtioBlk));
-            assert_eq!(chosen(options, overcommit, refusal), Ok(Chosen::VirtioBlk));
+        for (options, mapped) in
+            [("interface=auto", Chosen::Nvdimm), ("interface=virtio-blk", Chosen::VirtioBlk)]
+        {
+            assert_eq!(chosen(options, None, None), Ok(mapped));
+            let readonly = format!("{options},readonly=on");
+            assert_eq!(chosen(&readonly, overcommit, refusal), Ok(mapped));
+            for (overcommit, refusal) in [(overcommit, None), (None, refusal)] {
+                assert_eq!(chosen(options, overcommit, refusal), Ok(Chosen::VirtioBlk));
+            }
         }
         for interface in [Chosen::Nvdimm, Chosen::VirtioPmem] {
             let options = format!("interface={},force=on", interface.name());
@@ -452,8 +475,16 @@ mod tests {
                 }
             }
         }
-        let vcpus = Allocation::Thin { overcommit: None, refusal: None };
-        choose(&volume("interface=virtio-pmem"), &vcpus, 2, Payload::Linux).unwrap_err();
+        let excess = Some("it can need 9 mappings".to_owned());
+        let large = Allocation::Thin { overcommit: None, refusal: None, excess };
+        for options in ["interface=auto", "interface=auto,readonly=on"] {
+            let auto = choose(&volume(options), &large, 1, Payload::Linux);
+            assert_eq!(auto, Ok(Chosen::VirtioBlk), "{options}");
+        }
+        let thin = Allocation::Thin { overcommit: None, refusal: None, excess: None };
+        choose(&volume("interface=virtio-pmem"), &thin, 2, Payload::Linux).unwrap_err();
+        let auto = choose(&volume("interface=auto"), &thin, 2, Payload::Unknown);
+        assert_eq!(auto, Ok(Chosen::VirtioBlk));
         let error = chosen("format=raw", None, None).unwrap_err();
         assert_eq!(error, InterfaceError::ThinRaw { name: "data".to_owned() });
     }

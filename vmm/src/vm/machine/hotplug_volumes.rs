@@ -13,7 +13,7 @@ use crate::vm::error::BuildError;
 use crate::vm::machine::KvmMachine;
 use crate::vm::pm::attached_volumes::{AttachedVolume, Opened};
 use crate::vm::pm::created_volumes::CreatedVolumes;
-use crate::vm::pm::volumes::{choose_one, open_one, storage_high_bytes};
+use crate::vm::pm::volumes::{MappingHost, choose_one, open_one, storage_high_bytes};
 use crate::vm::resources::pools::OpenPool;
 
 impl KvmMachine {
@@ -47,7 +47,9 @@ impl KvmMachine {
         let step = steps.last().expect("each volume has a step");
         let machine = &self.context.machine;
         let (userfaults, max_vcpus) = (&machine.userfaults, machine.max_vcpus);
-        let interface = choose_one(config, &pool, userfaults, max_vcpus, Payload::Linux)?;
+        // `auto` was replaced by an interface that is possible at run time.
+        let host = MappingHost { userfaults, spare_mappings: 0 };
+        let (interface, _) = choose_one((config, step), &pool, &host, max_vcpus, Payload::Linux)?;
         // Dropped after the device, which uses the volume.
         let mut created = CreatedVolumes::default();
         let volume = open_one(config, step, &pool, &mut created)?;

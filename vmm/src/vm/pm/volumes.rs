@@ -1,5 +1,6 @@
 //! Opens volumes, and attaches each by an interface that is safe for it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,9 +11,9 @@ use foreshore_devices::memory::layout::{NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use foreshore_devices::nvdimm::Nvdimm;
 use foreshore_devices::nvdimm::health::{self, Health, HealthRegisters};
 use foreshore_devices::persist::FirstFailure;
-use foreshore_devices::pool::{PmPool, PoolError, PoolVolume};
+use foreshore_devices::pool::{CHUNK_BYTES, PmPool, PoolError, PoolVolume, VolumeInfo};
 use foreshore_devices::volume::build::{NewVolume, VolumeDevice, VolumePlace, build_volume};
-use foreshore_devices::volume::config::VolumeSize;
+use foreshore_devices::volume::config::VolumeInterface;
 use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::{
     Allocation, Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
@@ -48,7 +49,7 @@ pub(in crate::vm) fn attach(
     context: &DeviceContext,
     devices: &mut DeviceList,
 ) -> Result<Attached, BuildError> {
-    let chosen = choose_all(config, payload, resources)?;
+    let chosen = choose_all(config, payload, (resources, steps), memory.mapping_budget().limit())?;
     let opened = open(config, steps, resources, created)?;
     let mut attached =
         Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
@@ -88,58 +89,99 @@ pub(in crate::vm) fn storage_high_bytes(zones: &[PmMemoryConfig], pool: &Path) -
     zone.map_or(STORAGE_HIGH_BYTES, |zone| zone.storage_high)
 }
 
-/// Returns the interface of each volume, in the order of the volumes in `config`.
+/// Returns the interface of each volume, in the order of the volumes in `config`. The mappings of
+/// guest memory are limited, and half of them stay for zones, unless volumes with a named interface
+/// need more.
 fn choose_all(
     config: &VmConfig,
     payload: Payload,
-    resources: &Resources,
+    (resources, steps): (&Resources, &[Step]),
+    mappings_limit: usize,
 ) -> Result<Vec<Chosen>, InterfaceError> {
-    let choose = |volume: &PmVolumeConfig| {
-        let (pool, max_vcpus) = (&resources.pool(&volume.pool), config.cpus.max_vcpus);
-        choose_one(volume, pool, resources.userfaults(), max_vcpus, payload)
-    };
-    let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
+    let (max_vcpus, mut spare_mappings) = (config.cpus.max_vcpus, mappings_limit / 2);
+    let volumes = || config.pm_volumes.iter().zip(steps).enumerate();
+    let is_auto = |volume: &PmVolumeConfig| volume.interface == VolumeInterface::Auto;
+    let (auto, named): (Vec<_>, Vec<_>) = volumes().partition(|(_, (volume, _))| is_auto(volume));
+    let mut chosen = BTreeMap::new();
+    // `auto` may use what named interfaces leave.
+    for (number, (volume, step)) in named.into_iter().chain(auto) {
+        let pool = &resources.pool(&volume.pool);
+        let host = MappingHost { userfaults: resources.userfaults(), spare_mappings };
+        let (interface, mappings) = choose_one((volume, step), pool, &host, max_vcpus, payload)?;
+        spare_mappings = spare_mappings.saturating_sub(mappings);
+        chosen.insert(number, interface);
+    }
+    let chosen: Vec<_> = chosen.into_values().collect();
     check_count(&chosen)?;
     check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), config.ids_beside_volumes())?;
     Ok(chosen)
 }
 
-/// Returns the interface of one volume.
+/// Resources of the host for mapped thin volumes.
+pub(in crate::vm) struct MappingHost<'a> {
+    pub(in crate::vm) userfaults: &'a UserfaultDevice,
+    /// Number of mappings that `auto` may use.
+    pub(in crate::vm) spare_mappings: usize,
+}
+
+/// Returns the interface of one volume, and the number of mappings that its chunks can need.
 pub(in crate::vm) fn choose_one(
-    volume: &PmVolumeConfig,
+    (volume, step): (&PmVolumeConfig, &Step),
     pool: &Arc<dyn PmPool>,
-    userfaults: &UserfaultDevice,
+    host: &MappingHost<'_>,
     max_vcpus: u8,
     payload: Payload,
-) -> Result<Chosen, InterfaceError> {
-    let chosen = choose(volume, &allocation(volume, pool, userfaults), max_vcpus, payload)?;
+) -> Result<(Chosen, usize), InterfaceError> {
+    let stored = pool.volumes().into_iter().find(|stored| stored.name == volume.name);
+    let size_bytes = match (step, &stored) {
+        (Step::Create(size_bytes) | Step::Grow(size_bytes), _) => *size_bytes,
+        (Step::Open, stored) => stored.as_ref().map_or(0, |stored| stored.size_bytes),
+    };
+    let allocation = allocation(volume, stored.as_ref(), size_bytes, host);
+    let chosen = choose(volume, &allocation, max_vcpus, payload)?;
     check_pool(volume, chosen, pool.durability())?;
-    Ok(chosen)
+    if volume.interface == VolumeInterface::Auto
+        && let Some(reason) = allocation.unmapped_reason(volume)
+    {
+        let (pool, volume) = (volume.pool.display(), &volume.name);
+        info!(%pool, volume, reason, "The thin volume is not mapped; its interface is virtio-blk");
+    }
+    let is_thin = matches!(allocation, Allocation::Thin { .. });
+    let mappings = if is_thin && chosen.guest_translates() { chunks(size_bytes) } else { 0 };
+    Ok((chosen, mappings))
+}
+
+/// Number of chunks of a volume.
+fn chunks(size_bytes: u64) -> usize {
+    (size_bytes / CHUNK_BYTES) as usize
 }
 
 /// Returns the allocation of the stored volume, or of the volume that will be created.
 fn allocation(
     volume: &PmVolumeConfig,
-    pool: &Arc<dyn PmPool>,
-    userfaults: &UserfaultDevice,
+    stored: Option<&VolumeInfo>,
+    size_bytes: u64,
+    host: &MappingHost<'_>,
 ) -> Allocation {
-    let stored = pool.volumes().into_iter().find(|stored| stored.name == volume.name);
-    let (is_thin, reserve_bytes, size) = match stored {
-        Some(stored) => {
-            (stored.thin, Some(stored.reserve_bytes), VolumeSize::Bytes(stored.size_bytes))
-        }
-        None => (volume.thin, volume.reserve, volume.size),
+    let (is_thin, reserve_bytes) = match stored {
+        Some(stored) => (
+            stored.thin,
+            (stored.reserve_bytes < stored.size_bytes).then_some(stored.reserve_bytes),
+        ),
+        None => (volume.thin, volume.reserve.filter(|reserve_bytes| *reserve_bytes < size_bytes)),
     };
-    let overcommit = match (reserve_bytes, size) {
-        (Some(reserve_bytes), VolumeSize::Bytes(size_bytes)) if reserve_bytes < size_bytes => {
-            Some((reserve_bytes, size_bytes))
-        }
-        _ => None,
-    };
-    match is_thin {
-        true => Allocation::Thin { overcommit, refusal: userfaults.refusal() },
-        false => Allocation::Thick,
+    if !is_thin {
+        return Allocation::Thick;
     }
+    let overcommit = reserve_bytes.map(|reserve_bytes| (reserve_bytes, size_bytes));
+    let is_large =
+        volume.interface == VolumeInterface::Auto && chunks(size_bytes) > host.spare_mappings;
+    let excess = is_large.then(|| {
+        let (needed, spare) = (chunks(size_bytes), host.spare_mappings);
+        format!("it can need {needed} mappings, and may use {spare}; raise vm.max_map_count")
+    });
+    let refusal = host.userfaults.refusal();
+    Allocation::Thin { overcommit, refusal, excess }
 }
 
 /// Creates the check of the guest's BTT driver, for volumes whose sectors that driver translates.
@@ -260,11 +302,12 @@ mod tests {
         Resources::new(Arc::new(Metrics::new("vm")), events, HostDevices::default())
     }
 
-    fn config(pool: &Path, volumes: &[&str]) -> VmConfig {
+    fn config(pool: &Path, volumes: &[impl AsRef<str>]) -> VmConfig {
         let mut config = test_config();
         config.pm_volumes = volumes
             .iter()
             .map(|options| {
+                let options = options.as_ref();
                 PmVolumeConfig::parse(&format!("pool={},{options}", pool.display())).unwrap()
             })
             .collect();
@@ -308,6 +351,34 @@ mod tests {
         // The second start creates no volumes, so it deletes none.
         assert_eq!(start(&config, false).unwrap(), [84, 20, 20]);
         assert_eq!(names_and_sizes(&path), after);
+    }
+
+    #[test]
+    fn auto_maps_thin_volumes_while_the_host_can() {
+        let (_folder, path) = pool_with(&[]);
+        let config = config(
+            &path,
+            &["a", "b", "c"].map(|name| format!("name={name},size=20M,create=on,thin=on")),
+        );
+        let chosen = |resources: &Resources, mappings_limit| {
+            let steps = resources.open_pools(&config).unwrap();
+            choose_all(&config, Payload::Linux, (resources, &steps), mappings_limit).unwrap()
+        };
+        let userfaults = Arc::new(UserfaultDevice::missing());
+        let events = foreshore_devices::events::Events::start();
+        let devices = HostDevices { userfaults, ..HostDevices::default() };
+        let without = Resources::new(Arc::new(Metrics::new("vm")), events, devices);
+        assert_eq!(chosen(&without, 1000), [Chosen::VirtioBlk; 3]);
+        drop(without);
+        let resources = resources();
+        if let Some(reason) = resources.userfaults().refusal() {
+            return eprintln!("skipped for mapped volumes: {reason}");
+        }
+        assert_eq!(chosen(&resources, 1000), [Chosen::Nvdimm; 3]);
+        // Each volume has 10 chunks, and half of the mappings stay for memory.
+        let expected = [Chosen::Nvdimm, Chosen::Nvdimm, Chosen::VirtioBlk];
+        assert_eq!(chosen(&resources, 40), expected);
+        assert_eq!(chosen(&resources, 18), [Chosen::VirtioBlk; 3]);
     }
 
     #[test]

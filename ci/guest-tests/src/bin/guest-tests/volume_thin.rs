@@ -22,9 +22,9 @@ guest_tests::tests![
     compaction_releases_the_chunks_of_scattered_files: 600 x 2,
     thin_volume_is_converted_and_becomes_an_nvdimm: 400 (long) x 2,
     only_stores_allocate_chunks_of_a_thin_nvdimm: 400 on [V6_12, V6_1 long] x 2 =>
-        only_stores_allocate_chunks("nvdimm"),
+        only_stores_allocate_chunks("auto", "nvdimm"),
     only_stores_allocate_chunks_by_thin_virtio_pmem: 400 (long) on [V6_12, V6_1] =>
-        only_stores_allocate_chunks("virtio-pmem"),
+        only_stores_allocate_chunks("virtio-pmem", "virtio-pmem"),
     thin_nvdimm_keeps_files_over_reboots_and_kills: 600 on [V6_12, V6_1 long] x 2,
     vmm_with_a_waiting_store_is_killed: 300 x 2 => killed_while_a_store_waits("nvdimm"),
     vmm_with_a_waiting_store_by_virtio_pmem_is_killed: 300 (long) =>
@@ -38,6 +38,9 @@ guest_tests::tests![
 ];
 
 const THIN: &str = "size=96M,create=on,thin=on";
+
+/// Thin volume whose discards the VMM receives.
+const THIN_DISK: &str = "size=96M,create=on,thin=on,interface=virtio-blk";
 
 /// Step of mapping a thin volume that needs root.
 pub(crate) const USERFAULTS: &str = "open /dev/userfaultfd";
@@ -77,7 +80,7 @@ fn live_bytes(guest: &Guest) -> Result<u64> {
 
 fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
     let pool = Pool::create("256M")?;
-    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    let guest = boot(guest_with(&pool, THIN_DISK), "/dev/vda")?;
     let volumes = guest.get("vm.volumes")?;
     ensure!(volumes["volumes"][0]["interface"] == "virtio-blk", "{volumes}");
     let empty = allocated_bytes(&guest)?;
@@ -115,7 +118,7 @@ fn only_writes_allocate_chunks_of_a_thin_volume() -> Result<()> {
 
 fn fstrim_releases_the_chunks_of_deleted_files() -> Result<()> {
     let pool = Pool::create("256M")?;
-    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    let guest = boot(guest_with(&pool, THIN_DISK), "/dev/vda")?;
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && \
@@ -154,7 +157,7 @@ fn fstrim_releases_the_chunks_of_deleted_files() -> Result<()> {
 /// space than `storage_high`, so the VMM compacts.
 fn compaction_releases_the_chunks_of_scattered_files() -> Result<()> {
     let pool = Pool::create("128M")?;
-    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    let guest = boot(guest_with(&pool, THIN_DISK), "/dev/vda")?;
     guest.run_within(
         IO_LIMIT,
         "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/t && mount -t ext4 /dev/vda /mnt/t && sync",
@@ -203,11 +206,13 @@ fn mapped_bytes(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_volume_allocated_bytes", &[("volume", "data")])
 }
 
-fn only_stores_allocate_chunks(interface: &str) -> Result<()> {
+fn only_stores_allocate_chunks(interface: &str, chosen: &str) -> Result<()> {
     need_root(USERFAULTS)?;
     let pool = Pool::create("256M")?;
     let guest = guest_with(&pool, &format!("{THIN},interface={interface}"));
     let guest = boot(guest, "/dev/pmem0s")?;
+    let volumes = guest.get("vm.volumes")?;
+    ensure!(volumes["volumes"][0]["interface"] == chosen, "{volumes}");
     let empty = mapped_bytes(&guest)?;
     ensure!(empty <= (8 * MIB) as f64, "{empty} bytes are allocated in a new volume");
     // Reads of all sectors also read all of the map.
@@ -333,7 +338,7 @@ fn killed_while_a_store_waits(interface: &str) -> Result<()> {
 
 fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
     let pool = Pool::create("256M")?;
-    let guest = boot(guest_with(&pool, THIN), "/dev/vda")?;
+    let guest = boot(guest_with(&pool, THIN_DISK), "/dev/vda")?;
     blocks::write(&guest, "/dev/vda", ["direct", "buffered", "direct"], 2)?;
     guest.kill9()?;
     pool.check()?;
@@ -351,7 +356,7 @@ fn thin_volume_is_converted_and_becomes_an_nvdimm() -> Result<()> {
     guest.power_off()?;
 
     pmvol(&["volume", "convert", &pool.name(), "data", "--thin"])?;
-    let guest = boot(guest_with(&pool, "interface=auto"), "/dev/vda")?;
+    let guest = boot(guest_with(&pool, "interface=virtio-blk"), "/dev/vda")?;
     blocks::check(&guest, "/dev/vda", 2)?;
     guest.power_off()?;
     pool.check().map(drop)
@@ -372,7 +377,7 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
     const STEP_MIB: u64 = 16;
     let pool = Pool::create("512M")?;
     let marks = format!("storage_min=16M,storage_low={LOW_MIB}M,storage_high=96M,spill=256M");
-    let guest = guest_with(&pool, "size=256M,create=on,thin=on")
+    let guest = guest_with(&pool, "size=256M,create=on,thin=on,interface=virtio-blk")
         .pm_memory(&format!("pool={},size={PM_MIB}M,{marks}", pool.name()))
         .pressure(&format!("fixed,size={PM_MIB}M"));
     let guest = boot(guest, "/dev/vda")?;

@@ -96,9 +96,12 @@ impl UserfaultDevice {
         Self(Err(io::ErrorKind::NotFound.into()))
     }
 
-    /// Returns the reason why there are no contexts, if the device could not be opened.
+    /// Returns the reason why there are no contexts. `None` if [`Self::create`] succeeds.
     pub fn refusal(&self) -> Option<String> {
-        self.0.as_ref().err().map(|err| format!("cannot open {}: {err}", Self::PATH))
+        match &self.0 {
+            Err(err) => Some(format!("cannot open {}: {err}", Self::PATH)),
+            Ok(_) => self.create().err().map(|err| format!("the kernel refuses it: {err}")),
+        }
     }
 
     /// Creates a context, which reports faults of this process.
