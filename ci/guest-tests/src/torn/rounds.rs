@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow};
 use guest_tools::CorruptData;
@@ -24,6 +24,10 @@ pub struct Tally {
     pub redo: u64,
     pub torn: usize,
     pub lost: usize,
+    /// Longest time between two flushes of a thread.
+    pub longest_gap: Duration,
+    /// Bytes that the loads made the VMMs move or release.
+    pub moved_bytes: u64,
 }
 
 impl Tally {
@@ -36,17 +40,34 @@ impl Tally {
         self.redo += other.redo;
         self.torn += other.torn;
         self.lost += other.lost;
+        self.longest_gap = self.longest_gap.max(other.longest_gap);
+        self.moved_bytes += other.moved_bytes;
     }
 }
 
 impl fmt::Display for Tally {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rounds, checks, broken, flushes, newer, redo, torn, lost } = self;
+        let Self {
+            rounds,
+            checks,
+            broken,
+            flushes,
+            newer,
+            redo,
+            torn,
+            lost,
+            longest_gap,
+            moved_bytes,
+        } = self;
         write!(
             formatter,
             "{rounds} kills, {checks} looks, {flushes} flushes acknowledged, {newer} sectors caught before their answer, {redo} before \
-             their map entry; {torn} torn, {lost} lost"
+             their map entry; {torn} torn, {lost} lost; longest time between two flushes {} ms",
+            longest_gap.as_millis()
         )?;
+        if *moved_bytes > 0 {
+            write!(formatter, "; {} KiB moved or released", moved_bytes / 1024)?;
+        }
         if *broken > 0 {
             write!(formatter, "; {broken} guests broken by the emulation")?;
         }
@@ -139,11 +160,14 @@ impl Schedule {
             redo: killed_guest.counts.redo + redo,
             torn: classification.torn(),
             lost: classification.lost(),
+            longest_gap: killed_guest.counts.longest_gap,
+            moved_bytes: killed_guest.counts.moved_bytes,
         };
         println!("lane {lane}: {}: {tally}", killed_guest.kill_time);
         if self.until == Until::Done || classification.torn() < classification.faults.len() {
             classification.ensure_no_faults().context(CorruptData)?;
         }
+        victim.check_space().with_context(|| killed_guest.kill_time.to_string())?;
         classification.faults.iter().take(1).for_each(|fault| println!("{fault}"));
         Ok(tally)
     }

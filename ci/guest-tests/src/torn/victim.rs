@@ -17,7 +17,9 @@ use pmem_volume::media::Media;
 use pmem_volume::{OpenMode, Volume};
 use serde_json::Value;
 
+use super::load::Load;
 use super::oracle::{Classification, Oracle};
+use super::space::check_and_prepare;
 use crate::guest::{Script, complaints};
 use crate::pool::pmvol;
 use crate::runner::emulation_broke;
@@ -41,6 +43,9 @@ const SKIPPED_MODULES: &str =
 /// Estimated duration of a start on an idle machine. The estimated duration is used until a start
 /// has been measured.
 const FIRST_START: Duration = Duration::from_secs(3);
+
+/// Maximum time in microseconds until a writing guest is killed.
+const MAX_KILL_DELAY_US: u64 = 300_000;
 
 /// Maximum time in microseconds between two stops of a writing guest.
 const MAX_CHECK_DELAY_US: u64 = 20_000;
@@ -111,6 +116,8 @@ pub struct Setup {
     pub kernel: Kernel,
     pub format: Format,
     pub is_thin: bool,
+    /// Load beside the writer, on a thin volume.
+    pub load: Option<Load>,
     /// Maximum number of sectors that a thread writes before it flushes. If each flush goes to a
     /// disk, a few are enough.
     pub max_unflushed_sectors: u64,
@@ -128,9 +135,26 @@ impl Setup {
             kernel: Kernel::V6_12,
             format: Format::Btt,
             is_thin: false,
+            load: None,
             max_unflushed_sectors: 256,
             checks: 8,
             has_noop_flushes: false,
+        }
+    }
+
+    /// Thin volume under a load. The guest is not stopped, so that long gaps between flushes are
+    /// stalls.
+    pub fn with_load(load: Load, kernel: Kernel, interface: Interface) -> Self {
+        let load = Some(load);
+        Self { is_thin: true, load, kernel, checks: 0, ..Self::new(interface) }
+    }
+
+    /// Sizes of the pool and of the volume. Each thin volume has space for discards.
+    fn sizes(&self) -> [&'static str; 2] {
+        match self.load {
+            Some(load) => load.sizes(),
+            None if self.is_thin => Load::Discard.sizes(),
+            None => [POOL_SIZE, VOLUME_SIZE],
         }
     }
 }
@@ -139,7 +163,8 @@ impl fmt::Display for Setup {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let raw = if self.format == Format::Raw { ", raw" } else { "" };
         let thin = if self.is_thin { ", thin" } else { "" };
-        write!(formatter, "{} on {}{raw}{thin}", self.interface, self.kernel)
+        write!(formatter, "{} on {}{raw}{thin}", self.interface, self.kernel)?;
+        self.load.map_or(Ok(()), |load| write!(formatter, ", {load}"))
     }
 }
 
@@ -159,8 +184,12 @@ impl KillTime {
         if kind.is_multiple_of(6) {
             Self::Starting((number % 1000) as u32)
         } else {
-            Self::Writing(Duration::from_micros(number % 300_000))
+            Self::Writing(Duration::from_micros(number % MAX_KILL_DELAY_US))
         }
+    }
+
+    fn delay(random: &mut Bytes) -> Duration {
+        Duration::from_micros(random.next_u64() % MAX_KILL_DELAY_US)
     }
 }
 
@@ -194,6 +223,10 @@ pub struct WriterCounts {
     pub newer: usize,
     /// Number of writes between the log and the map, added up over all stops.
     pub redo: u64,
+    /// Longest time between two flushes of a thread.
+    pub longest_gap: Duration,
+    /// Bytes that the load made the VMM move or release.
+    pub moved_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -210,13 +243,17 @@ pub struct Victim {
 
 impl Victim {
     pub fn create(pool: Pool, setup: Setup, seed: u64) -> Result<Self> {
-        pmvol(&["create", &pool.name(), "--size", POOL_SIZE])?;
+        let [pool_size, volume_size] = setup.sizes();
+        pmvol(&["create", &pool.name(), "--size", pool_size])?;
         let format = if setup.format == Format::Raw { "raw" } else { "btt" };
         let name = pool.name();
         let mut create =
-            vec!["volume", "create", &name, "data", "--size", VOLUME_SIZE, "--format", format];
+            vec!["volume", "create", &name, "data", "--size", volume_size, "--format", format];
         create.extend(setup.is_thin.then_some("--thin"));
         pmvol(&create)?;
+        if let Some(load) = setup.load {
+            check_and_prepare(&pool, load, true)?;
+        }
         Ok(Self::resume(pool, setup, seed))
     }
 
@@ -238,7 +275,10 @@ impl Victim {
 
     /// Boots a guest that writes, and kills its VMM at a random time.
     pub fn write_until_random_kill(&mut self) -> Result<KilledGuest> {
-        let kill_time = KillTime::choose(&mut self.random);
+        let kill_time = match self.setup.load {
+            None => KillTime::choose(&mut self.random),
+            Some(load) => KillTime::Writing(load.delay(KillTime::delay(&mut self.random))),
+        };
         self.write_until_kill(kill_time)
     }
 
@@ -276,13 +316,21 @@ impl Victim {
         // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
+        let is_spilled = self.setup.load == Some(Load::Spill);
+        let is_skipped = |name: &&str| !is_spilled || *name != "virtio_mem";
+        let skipped = SKIPPED_MODULES.split(',').filter(is_skipped);
+        let skipped = skipped.collect::<Vec<_>>().join(",");
         let builder = Guest::builder()
             .kernel(kernel)
             .cpus(cpus as u32)
             .memory("size=256M")
             .pressure("off")
-            .cmdline(&format!("foreshore.agent=off foreshore.skip={SKIPPED_MODULES}"))
+            .cmdline(&format!("foreshore.agent=off foreshore.skip={skipped}"))
             .pm_volume(&volume);
+        let builder = match self.setup.load {
+            Some(load) => load.configure(builder, &self.pool),
+            None => builder,
+        };
         if has_noop_flushes { builder.with_noop_flushes() } else { builder }
     }
 
@@ -308,25 +356,41 @@ impl Victim {
         delay: Duration,
     ) -> Result<WriterCounts> {
         let started = Instant::now();
+        let load = self.start_load(guest)?;
         let writer = self.start_writer(guest, seed)?;
         let (sender, lines) = mpsc::channel();
         let mut counts = WriterCounts::default();
-        thread::scope(|scope| {
+        let waited = thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &sender));
             let waited = self.wait_for_kill_time(guest, &lines, started, delay, &mut counts);
             // A guest that ended by itself must not count as killed. The reader of its lines cannot
             // tell these cases apart.
             let is_running = guest.still_running();
             if is_running.is_ok() {
+                let moved = self.setup.load.map_or(Ok(0), |load| load.moved_bytes(guest));
                 guest.kill_now()?;
+                counts.moved_bytes = moved?;
             }
             let read = reader
                 .join()
                 .map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
             is_running.and(read).and(waited)
-        })?;
+        });
+        // The kill breaks the connection.
+        if let Some(Ok(output)) = load.map(Script::finish) {
+            bail!("The load ended with {}:\n{}", output.code, output.stderr);
+        }
+        waited?;
         self.take_lines(&lines, &mut counts)?;
         Ok(counts)
+    }
+
+    fn start_load(&self, guest: &Guest) -> Result<Option<Script>> {
+        let Some(load) = self.setup.load else { return Ok(None) };
+        guest.wait_for_shell(IO_LIMIT)?;
+        let device = self.setup.interface.device(self.setup.format);
+        load.prepare_guest(guest, device, AREA, self.last.is_none(), IO_LIMIT)?;
+        guest.start_script(IO_LIMIT, &load.script(device)).map(Some)
     }
 
     fn start_writer(&self, guest: &Guest, seed: u64) -> Result<Script> {
@@ -353,6 +417,9 @@ impl Victim {
     fn write_on(&mut self, mut on_line: impl FnMut(&Line, bool)) -> Result<()> {
         let seed = self.random.next_u64();
         let guest = self.builder().start()?;
+        let _load = self.start_load(&guest)?;
+        // Otherwise, the end might precede all moves and releases.
+        self.setup.load.map_or(Ok(()), |load| load.wait_until_moving(&guest, IO_LIMIT))?;
         let mut writer = self.start_writer(&guest, seed)?;
         let mut unflushed = UnflushedThreads::all();
         while let Some(text) = writer.next_line() {
@@ -372,23 +439,23 @@ impl Victim {
     fn wait_for_kill_time(
         &mut self,
         guest: &Guest,
-        lines: &Receiver<Line>,
+        lines: &Receiver<Timed>,
         started: Instant,
         delay: Duration,
         counts: &mut WriterCounts,
     ) -> Result<()> {
         let mut unflushed = UnflushedThreads::all();
         while !unflushed.none() {
-            let line = match lines.recv_timeout(IO_LIMIT) {
-                Ok(line) => line,
+            let timed = match lines.recv_timeout(IO_LIMIT) {
+                Ok(timed) => timed,
                 // The writer has ended first. Its reader reports the reason.
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Err(RecvTimeoutError::Timeout) => {
                     bail!("A thread flushed nothing within {IO_LIMIT:?}")
                 }
             };
-            unflushed.record(&line);
-            self.take(&line, counts)?;
+            unflushed.record(&timed.line);
+            self.take(&timed, counts)?;
         }
         self.start_took = started.elapsed();
         for _ in 0..self.setup.checks {
@@ -399,6 +466,9 @@ impl Victim {
                 return Ok(());
             }
             guest.resume()?;
+        }
+        if let Some(load) = self.setup.load {
+            load.wait_until_moving(guest, IO_LIMIT)?;
         }
         thread::sleep(delay);
         Ok(())
@@ -425,15 +495,16 @@ impl Victim {
     }
 
     /// Handles all lines that the writer has printed so far.
-    fn take_lines(&mut self, lines: &Receiver<Line>, counts: &mut WriterCounts) -> Result<()> {
-        lines.try_iter().try_for_each(|line| self.take(&line, counts))
+    fn take_lines(&mut self, lines: &Receiver<Timed>, counts: &mut WriterCounts) -> Result<()> {
+        lines.try_iter().try_for_each(|timed| self.take(&timed, counts))
     }
 
-    fn take(&mut self, line: &Line, counts: &mut WriterCounts) -> Result<()> {
-        match line {
+    fn take(&mut self, timed: &Timed, counts: &mut WriterCounts) -> Result<()> {
+        match &timed.line {
             Line::Found { thread, versions } => self.compare_found(*thread, versions),
             Line::Flushed(flushed) => {
                 counts.flushes += 1;
+                counts.longest_gap = counts.longest_gap.max(timed.gap);
                 self.oracle.acknowledge(*flushed)
             }
         }
@@ -464,6 +535,12 @@ impl Victim {
         let classification = self.classify_at(self.pool.path())?;
         self.last = Some(classification.clone());
         Ok(classification)
+    }
+
+    /// Checks that the volume has no chunk without data, and that no memory is lent. Does nothing
+    /// unless the setup has a load.
+    pub fn check_space(&self) -> Result<()> {
+        self.setup.load.map_or(Ok(()), |load| check_and_prepare(&self.pool, load, false))
     }
 
     pub fn classify_at(&self, path: &Path) -> Result<Classification> {
@@ -527,10 +604,25 @@ impl UnflushedThreads {
     }
 }
 
-fn read_lines(mut writer: Script, sender: &Sender<Line>) -> Result<()> {
+/// Line of the writer, with the time since its thread's last flush. It is zero for other lines.
+struct Timed {
+    line: Line,
+    gap: Duration,
+}
+
+fn read_lines(mut writer: Script, sender: &Sender<Timed>) -> Result<()> {
+    let mut last_flushes = [None; AREA.threads as usize];
     while let Some(text) = writer.next_line() {
+        let line = text.parse()?;
+        let thread = match &line {
+            Line::Flushed(flushed) => AREA.index(flushed.first).map(|index| AREA.thread(index)),
+            Line::Found { .. } => None,
+        };
+        let now = Instant::now();
+        let last = thread.and_then(|thread| last_flushes[thread].replace(now));
+        let gap = last.map_or(Duration::ZERO, |last| now - last);
         // An error is ignored, because the receiver is dropped before the kill.
-        let _ = sender.send(text.parse()?);
+        let _ = sender.send(Timed { line, gap });
     }
     // The kill breaks the connection. A writer that ended by itself has an exit code.
     match writer.finish() {

@@ -8,7 +8,9 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::runner::this_tests_dir;
-use guest_tests::torn::{Format, Interface, KillTime, Setup, Until, Victim, run_rounds, seed};
+use guest_tests::torn::{
+    Format, Interface, KillTime, Load, Setup, Until, Victim, run_rounds, seed,
+};
 use guest_tests::user::need_root;
 use guest_tests::{Disk, Kernel, Pool, torn};
 
@@ -29,6 +31,9 @@ guest_tests::tests![
         kills_of_a_mapped_thin_volume(Interface::Nvdimm),
     kills_with_a_thin_volume_by_virtio_pmem_tear_nothing: 600 (long) =>
         kills_of_a_mapped_thin_volume(Interface::VirtioPmem),
+    kills_during_releases_lose_nothing: 600 (long) on [V6_12 & V6_1] x several,
+    kills_during_compaction_lose_nothing: 600 (long) on [V6_1] x several,
+    kills_during_spills_lose_nothing: 600 (long) on [V6_12 & V6_1] x several,
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
         after_power_cut(Setup::new(Interface::Nvdimm))?.ensure_no_faults(),
@@ -59,6 +64,40 @@ fn kills(dir: &Path, setup: Setup) -> Result<()> {
 fn kills_of_a_mapped_thin_volume(interface: Interface) -> Result<()> {
     need_root(USERFAULTS)?;
     kills(&this_tests_dir(), Setup { is_thin: true, ..Setup::new(interface) })
+}
+
+/// The VMM moves or releases chunks of volumes while the guests write other sectors of them.
+fn kills_under(loads: &[(Load, Kernel, Interface, u32)]) -> Result<()> {
+    need_root(USERFAULTS)?;
+    let seed = seed()?;
+    for (number, (load, kernel, interface, kills)) in (0..).zip(loads) {
+        let pool = Pool::by_path(&this_tests_dir().join(format!("pool{number}")));
+        let setup = Setup::with_load(*load, *kernel, *interface);
+        let victim = Victim::create(pool, setup, seed + number)?;
+        let tally = run_rounds(vec![victim], *kills, Until::Done)?;
+        println!("{setup}: {tally}");
+        ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
+        ensure!(tally.moved_bytes > 0, "Nothing was moved or released, so the test proves nothing");
+    }
+    Ok(())
+}
+
+fn kills_during_releases_lose_nothing() -> Result<()> {
+    kills_under(&[
+        (Load::Trim, Kernel::V6_12, Interface::Nvdimm, 2),
+        (Load::Discard, Kernel::V6_1, Interface::VirtioBlk, 1),
+    ])
+}
+
+fn kills_during_compaction_lose_nothing() -> Result<()> {
+    kills_under(&[(Load::Compaction, Kernel::V6_1, Interface::VirtioBlk, 2)])
+}
+
+fn kills_during_spills_lose_nothing() -> Result<()> {
+    kills_under(&[
+        (Load::Spill, Kernel::V6_1, Interface::Nvdimm, 1),
+        (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 2),
+    ])
 }
 
 /// Each flush in the guest causes a flush of the host's file system.

@@ -1,0 +1,255 @@
+//! Loads that make the VMM move or release chunks of a thin volume while the guest writes sectors.
+
+use std::fmt;
+use std::ops::Range;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tools::CorruptData;
+use guest_tools::torn::report::Area;
+use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
+use pmem_volume::Volume;
+use pmem_volume::btt::Engine;
+use serde_json::json;
+
+use crate::{Guest, GuestBuilder, Pool};
+
+const MIB: u64 = 1 << 20;
+const SECTORS_PER_MIB: u64 = MIB / SECTOR_BYTES as u64;
+const SECTORS_PER_CHUNK: u64 = 2 * SECTORS_PER_MIB;
+
+/// Parts of the volume that the loads use. The sectors of the writer precede them.
+const FIRST_MIB: Range<u64> = 8..40;
+const SECOND_MIB: Range<u64> = 40..64;
+const SPILLED_MIB: Range<u64> = 8..56;
+/// Number of sectors that each chunk of the first part keeps for the compaction.
+const SCATTERED: u64 = 128;
+const SCATTERED_VERSION: u64 = 1;
+
+/// Names of the files that are deleted.
+const FILES: &str = "1 2 3 4";
+
+/// The pool of the spill has 140 MiB, so 20 MiB of this memory belong to the volume.
+const ZONE_MIB: u64 = 96;
+/// Less than the pool has free when the memory is plugged.
+const MARKS: &str = "storage_min=4M,storage_low=6M,storage_high=8M";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Load {
+    /// Discards release chunks. Their data is written before the writer starts, because the writer
+    /// would otherwise use blocks of the same chunks.
+    Discard,
+    /// `foreshore-agent trim` releases the chunks of deleted files from a mapped volume. They are
+    /// written before, for the same reason.
+    Trim,
+    /// Each chunk contains a few sectors. Writes make the free space scarce, and the VMM moves
+    /// these sectors together.
+    Compaction,
+    /// Memory has borrowed the space of the volume. Writes make the VMM move it.
+    Spill,
+}
+
+impl fmt::Display for Load {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Discard => "discards",
+            Self::Trim => "trim",
+            Self::Compaction => "compaction",
+            Self::Spill => "spill",
+        })
+    }
+}
+
+impl Load {
+    /// Sizes of the pool and of the volume.
+    pub(super) fn sizes(self) -> [&'static str; 2] {
+        match self {
+            Self::Discard => ["144M", "48M"],
+            Self::Spill => ["144M", "64M"],
+            Self::Trim => ["144M", "96M"],
+            // The volume is compacted while less than 128 MiB are free.
+            Self::Compaction => ["192M", "72M"],
+        }
+    }
+
+    pub(super) fn configure(self, builder: GuestBuilder, pool: &Pool) -> GuestBuilder {
+        match self {
+            Self::Discard | Self::Trim | Self::Compaction => builder,
+            Self::Spill => builder
+                .memory("size=384M")
+                .pm_memory(&format!("pool={},size={ZONE_MIB}M,spill=96M,{MARKS}", pool.name())),
+        }
+    }
+
+    /// Delay of a kill after the first move or release, from a delay of up to 300 ms. A trim takes
+    /// about a second.
+    pub(super) fn delay(self, delay: Duration) -> Duration {
+        match self {
+            Self::Trim => delay * 10,
+            Self::Discard | Self::Compaction | Self::Spill => delay,
+        }
+    }
+
+    /// Empties the part of the volume that the load uses, and writes the data to be moved or
+    /// discarded.
+    pub(super) fn prepare_volume(self, engine: &Engine<Volume>) -> Result<()> {
+        let used = match self {
+            Self::Trim => return Ok(()),
+            Self::Spill => SPILLED_MIB,
+            Self::Discard => FIRST_MIB,
+            Self::Compaction => FIRST_MIB.start..SECOND_MIB.end,
+        };
+        engine.discard(sectors(&used))?;
+        // Sectors of the writer are in chunks that the load has allocated.
+        while engine.compact(&mut |_| true)? > 0 {}
+        if self == Self::Spill {
+            return Ok(());
+        }
+        let mut bytes = vec![0; SECTOR_BYTES];
+        for sector in sectors(&FIRST_MIB) {
+            Stamp::new(sector, &mut bytes).set_version(SCATTERED_VERSION, &mut bytes);
+            engine.write(sector, &bytes)?;
+        }
+        if self == Self::Compaction {
+            for chunk in sectors(&FIRST_MIB).step_by(SECTORS_PER_CHUNK as usize) {
+                engine.discard(chunk + SCATTERED..chunk + SECTORS_PER_CHUNK)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the data that [`Load::prepare_volume`] has written.
+    pub(super) fn check_volume(self, engine: &Engine<Volume>) -> Result<()> {
+        if self != Self::Compaction {
+            return Ok(());
+        }
+        let mut bytes = vec![0; SECTOR_BYTES];
+        for sector in sectors(&FIRST_MIB) {
+            engine.read(sector, &mut bytes)?;
+            let kept = sector % SECTORS_PER_CHUNK < SCATTERED;
+            let is_right = match kept {
+                true => stamp::read(sector, &bytes) == Content::Whole(SCATTERED_VERSION),
+                false => bytes.iter().all(|byte| *byte == 0),
+            };
+            let compare = || {
+                ensure!(is_right, "Sector {sector} has changed although nothing wrote to it");
+                Ok(())
+            };
+            compare().context(CorruptData)?;
+        }
+        Ok(())
+    }
+
+    /// Command that prepares the load. The sectors of `area` are bad blocks of the file system, so
+    /// that it does not use them.
+    fn preparation(self, device: &str, area: Area, is_first: bool) -> String {
+        if self != Self::Trim {
+            return "true".to_owned();
+        }
+        let end = area.first + area.sectors() - 1;
+        let mount = format!("mkdir -p /mnt/t && mount -t ext4 {device} /mnt/t && cd /mnt/t");
+        let mount = match is_first {
+            true => format!(
+                "seq {} {end} > /tmp/bad && \
+                 mkfs.ext4 -q -b 4096 -O ^resize_inode -E nodiscard -l /tmp/bad {device} && \
+                 {mount} && dd if=/dev/urandom of=kept bs=1M count=2 && sha256sum kept > sum",
+                area.first
+            ),
+            // The check replays the journal, and its exit code is 1 if it has changed something.
+            false => {
+                format!("{{ e2fsck -fp {device} || [ $? = 1 ]; }} && {mount} && sha256sum -c sum")
+            }
+        };
+        let x = "dd if=/dev/zero bs=1M count=8 | tr '\\0' x";
+        // A file has its size only after its data, so other bytes were lost by a release.
+        let check =
+            "for f in f*; do [ ! -e $f ] || [ $(tr -d x < $f | wc -c) = 0 ] || exit 1; done";
+        format!(
+            "{mount} && {check} && rm -f f* && for n in {FILES}; do {x} > f$n || exit 1; done && sync"
+        )
+    }
+
+    /// Prepares the guest. A spill begins with memory that borrows the space of the volume.
+    pub(super) fn prepare_guest(
+        self,
+        guest: &Guest,
+        device: &str,
+        area: Area,
+        is_first: bool,
+        limit: Duration,
+    ) -> Result<()> {
+        guest.wait_until_run("the disk exists", limit, &format!("test -b {device}"))?;
+        guest.run_within(limit, &self.preparation(device, area, is_first))?;
+        if self != Self::Spill {
+            return Ok(());
+        }
+        guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_MIB * MIB }))?;
+        guest.wait_until("the memory is plugged", limit, || {
+            let memory = guest.get("vm.memory")?;
+            let zones = memory["zones"].as_array().context("vm.memory has no zones")?;
+            let is_plugged = |zone: &serde_json::Value| {
+                zone["id"] == "pm" && zone["plugged_bytes"] == ZONE_MIB * MIB
+            };
+            Ok(zones.iter().any(is_plugged))
+        })
+    }
+
+    /// Command that loads the device until the guest is killed.
+    pub(super) fn script(self, device: &str) -> String {
+        let write = |mib: &Range<u64>| {
+            let count = mib.end - mib.start;
+            format!(
+                "dd if=/dev/zero bs=1M count={count} 2>/dev/null | tr '\\0' x | \
+                 dd of={device} bs=1M seek={} iflag=fullblock oflag=direct 2>/dev/null",
+                mib.start
+            )
+        };
+        match self {
+            Self::Discard => {
+                let Range { start, end } = FIRST_MIB;
+                let discard = format!(
+                    "for at in $(seq {start} {}); do \
+                         blkdiscard -o $((at * {MIB})) -l {MIB} {device} || exit 1; \
+                     done",
+                    end - 1
+                );
+                format!("while {discard}; do {} || exit 1; done", write(&FIRST_MIB))
+            }
+            // Without files, the command releases nothing. A command on a slow host may confirm too
+            // late.
+            Self::Trim => format!(
+                "cd /mnt/t && for n in {FILES}; do \
+                     rm f$n && sync || exit 1; \
+                     until foreshore-agent trim . >/dev/null 2>/tmp/error; do \
+                         grep -q 'did not confirm' /tmp/error || exit 1; \
+                     done; \
+                 done; sleep 1000"
+            ),
+            Self::Compaction => format!("while {}; do :; done", write(&SECOND_MIB)),
+            Self::Spill => format!("while {}; do :; done", write(&SPILLED_MIB)),
+        }
+    }
+
+    /// Waits until the VMM has moved or released something.
+    pub(super) fn wait_until_moving(self, guest: &Guest, limit: Duration) -> Result<()> {
+        guest.wait_until(&format!("the VMM has begun with the {self}"), limit, || {
+            Ok(self.moved_bytes(guest)? > 0)
+        })
+    }
+
+    /// Bytes that the VMM has moved or released.
+    pub(super) fn moved_bytes(self, guest: &Guest) -> Result<u64> {
+        let (metric, label) = match self {
+            Self::Discard | Self::Trim => {
+                ("foreshore_volume_released_bytes_total", ("volume", "data"))
+            }
+            Self::Compaction => ("foreshore_volume_compacted_bytes_total", ("volume", "data")),
+            Self::Spill => ("foreshore_memory_spilled_bytes", ("zone", "pm")),
+        };
+        Ok(guest.metric(metric, &[label])? as u64)
+    }
+}
+
+fn sectors(mib: &Range<u64>) -> Range<u64> {
+    mib.start * SECTORS_PER_MIB..mib.end * SECTORS_PER_MIB
+}
