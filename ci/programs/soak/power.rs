@@ -11,7 +11,7 @@ use std::thread;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use guest_tests::Pool;
-use guest_tests::torn::{Interface, Setup, Victim};
+use guest_tests::torn::{Interface, Load, Setup, Victim};
 use guest_tools::content::Bytes;
 use guest_tools::torn::report::Line;
 
@@ -61,10 +61,13 @@ pub(crate) fn run(task: Task, seed: u64, earlier_lines: &Path) -> Result<Infalli
     let mut victims = Vec::new();
     for medium in MEDIA {
         let interface = Interface::ALL[(random.next_u64() % Interface::ALL.len() as u64) as usize];
-        let has_noop_flushes = task == Task::WriteUnflushed;
+        // A mapped volume has no discards.
+        let load = (interface == Interface::VirtioBlk).then_some(Load::Discard);
         let setup = Setup {
             max_unflushed_sectors: medium.max_unflushed_sectors,
-            has_noop_flushes,
+            has_noop_flushes: task == Task::WriteUnflushed,
+            is_thin: true,
+            load,
             ..Setup::new(interface)
         };
         let victim = victim(
@@ -146,9 +149,8 @@ fn classify(medium: Medium, victim: &mut Victim, task: Task) -> Result<()> {
         ensure!(classification.lost() > 0, "No sector was lost although flushes had no effect");
         return Ok(());
     }
-    classification
-        .ensure_no_faults()
-        .with_context(|| format!("After the power cut, in {}", medium.dir))
+    let checked = classification.ensure_no_faults().and_then(|()| victim.check_space());
+    checked.with_context(|| format!("After the power cut, in {}", medium.dir))
 }
 
 /// Writes to all pools until the power is cut.
