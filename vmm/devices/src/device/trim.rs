@@ -60,7 +60,7 @@ pub trait TrimCommand {
     fn may_continue(&self) -> bool;
 
     /// Requests a confirmation that the command holds the space, and waits for it. Returns false if
-    /// none arrives. Meanwhile, stores of the guest wait, but only if the command has ended.
+    /// none arrives in time. Meanwhile, stores to the withdrawn chunks wait.
     fn confirm(&mut self) -> bool;
 }
 
@@ -227,7 +227,7 @@ struct Connection<'a> {
     stop: &'a OwnedFd,
     /// Set after a confirmation that did not arrive in time.
     is_late: bool,
-    /// Set after a request without a confirmation.
+    /// Set after a request that was not confirmed. The release ends.
     is_unconfirmed: bool,
 }
 
@@ -274,7 +274,7 @@ impl TrimCommand for Connection<'_> {
     }
 
     fn confirm(&mut self) -> bool {
-        // A late confirmation must not count as one of the next chunks.
+        // A late reply must not confirm the next group.
         self.is_unconfirmed |= !self.request_confirmation().unwrap_or(false);
         !self.is_unconfirmed
     }

@@ -57,7 +57,7 @@ impl Expose for PoolMetrics {
         let help =
             "Bytes that the pool can lend as memory, including those that must be erased first.";
         out.bytes("pool_lendable", help, with(info.lendable_bytes));
-        let help = "Lent bytes that can be moved to DRAM if the guest does not unplug them.";
+        let help = "Lent bytes that the VMM can move to DRAM.";
         out.bytes("pool_recallable", help, with(info.recallable_bytes()));
         let help = "Bytes not available to memory: volumes, and the free part of the reserve.";
         out.bytes("pool_reserved", help, with(info.reserved_bytes));

@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn volume_that_has_grown_in_spite_of_an_error_has_its_new_size() {
+    fn failed_resize_records_the_stored_size() {
         let (mut machine, _folder) = with_volume("size=20M,interface=virtio-blk");
         let disk = machine.devices.handles::<BlockHandle>().next().unwrap().clone();
         disk.resize(60 * MIB).unwrap();

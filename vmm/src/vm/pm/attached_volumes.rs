@@ -96,8 +96,7 @@ impl AttachedVolume {
         self.config.has_grown(size_bytes);
     }
 
-    /// Returns whether the waiting stores of a mapped volume may find space now. `None` if no store
-    /// waits.
+    /// Returns `Some(false)` while stores of a mapped volume wait for space, otherwise `None`.
     pub(in crate::vm) fn has_space_for_waiting(&self) -> Option<bool> {
         self.opened.holes.as_ref()?.has_space_for_waiting()
     }

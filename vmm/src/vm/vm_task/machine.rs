@@ -55,11 +55,11 @@ pub trait MachineResize {
     fn resize(&mut self, step: ResizeStep) -> Result<(), VmError>;
     /// Parks a vCPU after the guest has ejected it.
     fn vcpu_ejected(&mut self, index: u8);
-    /// Volume of a device, with its stored size.
+    /// Returns the volume of a device, and its stored size.
     fn stored_volume(&self, id: &str) -> Option<(VolumeKey, u64)>;
     /// Resizes a disk or a volume, and notifies the guest.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
-    /// Grows a pool that the machine uses. Answers possibly after this call returns.
+    /// Grows a pool that the machine uses. May reply after this call returns.
     fn grow_pool(&self, growth: GrowPoolRequest, reply: Reply<()>);
 }
 

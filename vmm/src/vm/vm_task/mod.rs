@@ -300,8 +300,8 @@ impl Vm {
         config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
     }
 
-    /// Resizes a disk. The next boot expects the new size of a volume, also after a growth that
-    /// failed when the volume had grown already.
+    /// Resizes a disk. The next boot expects the stored size of a volume, because a growth can fail
+    /// after the volume has grown.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
         let machine = self.running("vm.resize-disk")?;
         let result = machine.resize_disk(resize);

@@ -58,8 +58,8 @@ pub struct HoleMetrics {
 }
 
 impl HoleMetrics {
-    /// Returns `Some(false)` while stores wait for space. They need no request to try again, so
-    /// `None` follows when the pool has space.
+    /// Returns `Some(false)` while stores wait for space. The thread that fills holes retries them,
+    /// so `None` follows when the pool has space.
     pub fn has_space_for_waiting(&self) -> Option<bool> {
         (self.waiting.load(Ordering::SeqCst) > 0).then_some(false)
     }
@@ -98,7 +98,7 @@ struct State {
 }
 
 /// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
-/// when the guest and devices no longer access the range.
+/// when the guest no longer accesses the range.
 pub struct HoleFiller {
     end: Arc<OwnedFd>,
     orders: Arc<Orders>,
