@@ -187,8 +187,8 @@ fn lend(scale: Scale, peers: &mut Peers) {
     peers.compare("return, all chunks at once", unplugs);
 }
 
-/// Memory whose content is no longer needed becomes chunks of a volume. It is erased as on
-/// persistent memory.
+/// Frees lent memory, and allocates its chunks for a volume, which erases them as on persistent
+/// memory. Returns the time for each chunk.
 fn retrieve_dead(scale: Scale) -> impl Iterator<Item = Duration> {
     let (path, folder) = new_pool(scale.chunks);
     let pool = Pool::open_on(&path, FileMedia::with_dax_persists).unwrap();
