@@ -103,6 +103,8 @@ impl Arena {
             return Ok(0);
         };
         let is_kept = |unit| !state.stuck.contains(&unit);
+        let spare_blocks = self.lanes.len() - self.lanes_that_stay(live, &plan);
+        let limits = Limits { spare_blocks: spare_blocks as u64, ..limits };
         let plan = plan.retain(&limits, survey.spares.len() as u64, is_kept);
         if plan.emptied().is_empty() {
             return Ok(0);
@@ -159,6 +161,11 @@ impl Arena {
         Ok(Some(survey))
     }
 
+    /// Number of free lanes that need no other block. Their blocks are not those of spare sectors.
+    fn lanes_that_stay(&self, live: &LiveBlocks, plan: &Plan) -> usize {
+        self.lanes.free_lanes().filter(|lane| stays(lane.block, live, plan)).count()
+    }
+
     /// Returns true if a sector that is not live reads as zeros. Old data may be visible in a
     /// sector that was never written.
     fn reads_as_zeros(&self, common: &Common<impl Media>, sector: u32, entry: u32) -> bool {
@@ -206,7 +213,7 @@ impl<'a, S: Media> Pass<'a, S> {
     fn move_sector(&mut self, sector: u32) -> Result<bool, BttError> {
         let Self { common, arena, .. } = *self;
         let mut lane = arena.lanes.take_one(&arena.info, &common.readers);
-        if !self.stays(lane.block) {
+        if !stays(lane.block, self.live, &self.plan) {
             match self.give_away(lane)? {
                 Some(other) => lane = other,
                 None => return Ok(false),
@@ -254,22 +261,21 @@ impl<'a, S: Media> Pass<'a, S> {
     /// Gives away the blocks of lanes in units without live blocks, as far as the lanes are free.
     fn give_away_unused(&mut self) -> Result<(), BttError> {
         for lane in self.arena.lanes.free_lanes() {
-            if !self.stays(lane.block) {
+            if !stays(lane.block, self.live, &self.plan) {
                 self.give_away(lane)?;
             }
         }
         Ok(())
     }
 
-    /// Returns true if a block is in a unit that keeps its space.
-    fn stays(&self, block: u32) -> bool {
-        let mut units = self.live.units_of(block);
-        !units.is_empty()
-            && units.all(|unit| !self.plan.is_emptied(unit) && self.live.live_in(unit) > 0)
-    }
-
     fn is_read(&self, block: u32) -> bool {
         let at = self.arena.info.block_at(block);
         self.common.readers.is_announced(at..at + 1)
     }
+}
+
+/// Returns true if a block is in a unit that keeps its space.
+fn stays(block: u32, live: &LiveBlocks, plan: &Plan) -> bool {
+    let mut units = live.units_of(block);
+    !units.is_empty() && units.all(|unit| !plan.is_emptied(unit) && live.live_in(unit) > 0)
 }
