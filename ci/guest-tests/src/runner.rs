@@ -39,6 +39,14 @@ pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
     Err(Skipped(reason.into()).into())
 }
 
+/// Start of an output line that is shown although the test has passed.
+const FIGURE: &str = "figure: ";
+
+/// Prints a measured value for the log of the whole run.
+pub fn print_figure(figure: impl fmt::Display) {
+    println!("{FIGURE}{figure}");
+}
+
 /// Exit code of the process of a skipped test. The last line of its output is the reason.
 const SKIPPED_CODE: i32 = 77;
 
@@ -112,7 +120,8 @@ impl Options {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Verdict {
-    Passed,
+    /// Contains the figures of [`print_figure`].
+    Passed(String),
     Skipped(String),
     Failed(String),
     /// The test failed with [`CorruptData`] and must not be repeated.
@@ -151,7 +160,7 @@ pub fn main(rows: &[Row]) -> Result<i32> {
     let failed = count(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::FailedForGood(_)));
     println!(
         "guest tests: {} passed, {failed} failed, {} skipped",
-        count(|verdict| *verdict == Verdict::Passed),
+        count(|verdict| matches!(verdict, Verdict::Passed(_))),
         count(|verdict| matches!(verdict, Verdict::Skipped(_)))
     );
     Ok(i32::from(failed > 0))
@@ -188,7 +197,9 @@ fn run_and_report(test: &Test, deadline: Option<Instant>, suspects: &mut usize) 
         verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
     let seconds = started.elapsed().as_secs_f64();
     match &verdict {
-        Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s{boots})"),
+        Verdict::Passed(figures) => {
+            print!("test {name} ... ok ({seconds:.1} s{boots})\n{}", marked(figures));
+        }
         Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
         Verdict::Failed(output) | Verdict::FailedForGood(output) => {
             println!("test {name} ... FAILED ({seconds:.1} s{boots})\n{}", marked(output));
@@ -355,7 +366,10 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
 
 fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
     match status.map(|status| (status.code(), status)) {
-        Ok((Some(0), _)) => Verdict::Passed,
+        Ok((Some(0), _)) => {
+            let figures = output.lines().filter_map(|line| line.strip_prefix(FIGURE));
+            Verdict::Passed(figures.collect::<Vec<_>>().join("\n"))
+        }
         Ok((Some(SKIPPED_CODE), _)) => {
             Verdict::Skipped(output.lines().last().unwrap_or("no reason given").to_owned())
         }
@@ -514,7 +528,8 @@ mod tests {
         assert!(
             matches!(cut, Verdict::Failed(reason) if reason.starts_with("Cut off") && reason.ends_with("waited"))
         );
-        assert_eq!(with_the_reason(Verdict::Passed, Duration::ZERO), Verdict::Passed);
+        let passed = || Verdict::Passed(String::new());
+        assert_eq!(with_the_reason(passed(), Duration::ZERO), passed());
     }
 
     #[test]
@@ -580,7 +595,9 @@ mod tests {
     fn skip_has_a_reason_and_a_signal_is_a_failure() {
         let exited = |code: i32| Ok(ExitStatus::from_raw(code << 8));
         let output = || "booting\nno such driver".to_owned();
-        assert_eq!(verdict_of(exited(0), output()), Verdict::Passed);
+        assert_eq!(verdict_of(exited(0), output()), Verdict::Passed(String::new()));
+        let measured = "booting\nfigure: 3 s\nfigure: 4 s".to_owned();
+        assert_eq!(verdict_of(exited(0), measured), Verdict::Passed("3 s\n4 s".to_owned()));
         assert_eq!(verdict_of(exited(77), output()), Verdict::Skipped("no such driver".to_owned()));
         assert!(matches!(verdict_of(exited(101), output()), Verdict::Failed(_)));
         assert!(matches!(verdict_of(exited(78), output()), Verdict::FailedForGood(_)));

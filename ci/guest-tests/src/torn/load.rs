@@ -16,23 +16,24 @@ use crate::{Guest, GuestBuilder, Pool};
 
 const MIB: u64 = 1 << 20;
 const SECTORS_PER_MIB: u64 = MIB / SECTOR_BYTES as u64;
-const SECTORS_PER_CHUNK: u64 = 2 * SECTORS_PER_MIB;
 
 /// Parts of the volume that the loads use. The sectors of the writer precede them.
 const FIRST_MIB: Range<u64> = 8..40;
-const SECOND_MIB: Range<u64> = 40..64;
 const SPILLED_MIB: Range<u64> = 8..56;
-/// Number of sectors that each chunk of the first part keeps for the compaction.
-const SCATTERED: u64 = 128;
+/// Writes to this part leave the chunks of the first part sparse, whichever blocks it has.
+const SECOND_MIB: Range<u64> = 40..44;
+/// Distance between the sectors of the first part that a compaction moves.
+const SCATTERED: u64 = 4;
 const SCATTERED_VERSION: u64 = 1;
 
 /// Names of the files that are deleted.
 const FILES: &str = "1 2 3 4";
 
-/// The pool of the spill has 140 MiB, so 20 MiB of this memory belong to the volume.
+/// Without its metadata, the pool of a spill has 140 MiB. So 20 MiB of this memory are promised to
+/// the volume. The pool of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
 const ZONE_MIB: u64 = 96;
-/// Less than the pool has free when the memory is plugged.
-const MARKS: &str = "storage_min=4M,storage_low=6M,storage_high=8M";
+/// The pool has more free space than the lower watermarks when the memory is plugged.
+const MARKS: &str = "storage_min=4M,storage_low=6M";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
@@ -42,7 +43,7 @@ pub enum Load {
     /// `foreshore-agent trim` releases the chunks of deleted files from a mapped volume. They are
     /// written before, for the same reason.
     Trim,
-    /// Each chunk contains a few sectors. Writes make the free space scarce, and the VMM moves
+    /// Each chunk contains a few sectors. Memory makes the free space scarce, and the VMM moves
     /// these sectors together.
     Compaction,
     /// Memory has borrowed the space of the volume. Writes make the VMM move it.
@@ -67,18 +68,24 @@ impl Load {
             Self::Discard => ["144M", "48M"],
             Self::Spill => ["144M", "64M"],
             Self::Trim => ["144M", "96M"],
-            // The volume is compacted while less than 128 MiB are free.
-            Self::Compaction => ["192M", "72M"],
+            Self::Compaction => ["176M", "60M"],
         }
     }
 
     pub(super) fn configure(self, builder: GuestBuilder, pool: &Pool) -> GuestBuilder {
-        match self {
-            Self::Discard | Self::Trim | Self::Compaction => builder,
-            Self::Spill => builder
-                .memory("size=384M")
-                .pm_memory(&format!("pool={},size={ZONE_MIB}M,spill=96M,{MARKS}", pool.name())),
-        }
+        let options = match self {
+            Self::Discard | Self::Trim => return builder,
+            // More than the pool has free when the memory is plugged, and less than it has before.
+            Self::Compaction => "storage_high=96M",
+            Self::Spill => "storage_high=8M,spill=96M",
+        };
+        let zone = format!("pool={},size={ZONE_MIB}M,{MARKS},{options}", pool.name());
+        builder.memory("size=384M").pm_memory(&zone)
+    }
+
+    /// Returns true if the guest has a memory zone.
+    pub(super) fn has_zone(self) -> bool {
+        matches!(self, Self::Compaction | Self::Spill)
     }
 
     /// Delay of a kill after the first move or release, from a delay of up to 300 ms. A trim takes
@@ -111,8 +118,8 @@ impl Load {
             engine.write(sector, &bytes)?;
         }
         if self == Self::Compaction {
-            for chunk in sectors(&FIRST_MIB).step_by(SECTORS_PER_CHUNK as usize) {
-                engine.discard(chunk + SCATTERED..chunk + SECTORS_PER_CHUNK)?;
+            for sector in sectors(&FIRST_MIB).step_by(SCATTERED as usize) {
+                engine.discard(sector + 1..sector + SCATTERED)?;
             }
         }
         Ok(())
@@ -126,7 +133,7 @@ impl Load {
         let mut bytes = vec![0; SECTOR_BYTES];
         for sector in sectors(&FIRST_MIB) {
             engine.read(sector, &mut bytes)?;
-            let kept = sector % SECTORS_PER_CHUNK < SCATTERED;
+            let kept = sector.is_multiple_of(SCATTERED);
             let is_right = match kept {
                 true => stamp::read(sector, &bytes) == Content::Whole(SCATTERED_VERSION),
                 false => bytes.iter().all(|byte| *byte == 0),
@@ -180,18 +187,10 @@ impl Load {
     ) -> Result<()> {
         guest.wait_until_run("the disk exists", limit, &format!("test -b {device}"))?;
         guest.run_within(limit, &self.preparation(device, area, is_first))?;
-        if self != Self::Spill {
-            return Ok(());
+        match self {
+            Self::Spill => plug_memory(guest, limit),
+            Self::Discard | Self::Trim | Self::Compaction => Ok(()),
         }
-        guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_MIB * MIB }))?;
-        guest.wait_until("the memory is plugged", limit, || {
-            let memory = guest.get("vm.memory")?;
-            let zones = memory["zones"].as_array().context("vm.memory has no zones")?;
-            let is_plugged = |zone: &serde_json::Value| {
-                zone["id"] == "pm" && zone["plugged_bytes"] == ZONE_MIB * MIB
-            };
-            Ok(zones.iter().any(is_plugged))
-        })
     }
 
     /// Command that loads the device until the guest is killed.
@@ -230,8 +229,12 @@ impl Load {
         }
     }
 
-    /// Waits until the VMM has moved or released something.
+    /// Waits until the VMM has moved or released something. A compaction begins now, because it
+    /// takes less time than the guest needs to start.
     pub(super) fn wait_until_moving(self, guest: &Guest, limit: Duration) -> Result<()> {
+        if self == Self::Compaction {
+            plug_memory(guest, limit)?;
+        }
         guest.wait_until(&format!("the VMM has begun with the {self}"), limit, || {
             Ok(self.moved_bytes(guest)? > 0)
         })
@@ -252,4 +255,17 @@ impl Load {
 
 fn sectors(mib: &Range<u64>) -> Range<u64> {
     mib.start * SECTORS_PER_MIB..mib.end * SECTORS_PER_MIB
+}
+
+/// Plugs all memory of the zone.
+fn plug_memory(guest: &Guest, limit: Duration) -> Result<()> {
+    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_MIB * MIB }))?;
+    guest.wait_until("the memory is plugged", limit, || {
+        let memory = guest.get("vm.memory")?;
+        let zones = memory["zones"].as_array().context("vm.memory has no zones")?;
+        let is_plugged = |zone: &serde_json::Value| {
+            zone["id"] == "pm" && zone["plugged_bytes"] == ZONE_MIB * MIB
+        };
+        Ok(zones.iter().any(is_plugged))
+    })
 }

@@ -316,8 +316,8 @@ impl Victim {
         // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
-        let is_spilled = self.setup.load == Some(Load::Spill);
-        let is_skipped = |name: &&str| !is_spilled || *name != "virtio_mem";
+        let has_zone = self.setup.load.is_some_and(Load::has_zone);
+        let is_skipped = |name: &&str| !has_zone || *name != "virtio_mem";
         let skipped = SKIPPED_MODULES.split(',').filter(is_skipped);
         let skipped = skipped.collect::<Vec<_>>().join(",");
         let builder = Guest::builder()

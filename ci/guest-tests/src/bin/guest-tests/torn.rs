@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use guest_tests::disk::HeldWriteback;
-use guest_tests::runner::this_tests_dir;
+use guest_tests::runner::{print_figure, this_tests_dir};
 use guest_tests::torn::{
     Format, Interface, KillTime, Load, Setup, Until, Victim, run_rounds, seed,
 };
@@ -56,7 +56,7 @@ fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
 
 fn kills(dir: &Path, setup: Setup) -> Result<()> {
     let tally = run_rounds(victims(dir, setup)?, KILLS, Until::Done)?;
-    println!("{setup}: {tally}");
+    print_figure(format_args!("{setup}: {tally}"));
     ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
     Ok(())
 }
@@ -75,7 +75,7 @@ fn kills_under(loads: &[(Load, Kernel, Interface, u32)]) -> Result<()> {
         let setup = Setup::with_load(*load, *kernel, *interface);
         let victim = Victim::create(pool, setup, seed + number)?;
         let tally = run_rounds(vec![victim], *kills, Until::Done)?;
-        println!("{setup}: {tally}");
+        print_figure(format_args!("{setup}: {tally}"));
         ensure!(tally.flushes > 0, "No flush was acknowledged, so the test proves nothing");
         ensure!(tally.moved_bytes > 0, "The VMM moved and released no chunks under the load");
     }
