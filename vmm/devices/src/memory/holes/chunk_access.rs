@@ -161,20 +161,29 @@ impl Server {
 
     /// Maps a chunk that was not released. Fails if a store may have reached the zeros in its place
     /// and is lost.
-    ///
-    /// A page that still has only zeros was probably loaded. If the chunk has zeros there as well,
-    /// even a store of zeros has lost nothing.
     fn map_again(&self, index: u32, file_offset: u64, accessed: Option<&[u64]>) -> io::Result<()> {
-        let has_zeros = || accessed.is_some_and(|pages| pages.iter().all(|page| is_zero(*page)));
-        let is_unchanged = has_zeros();
-        if is_unchanged {
-            self.map(index, file_offset)?;
-        }
-        match is_unchanged && has_zeros() {
+        match map_unless_stored(accessed, is_zero, || self.map(index, file_offset))? {
             true => Ok(()),
             false => Err(io::Error::other("the guest used a chunk that it reported as free")),
         }
     }
+}
+
+/// Maps a chunk in place of zeros. Returns false if a store may have reached the zeros.
+///
+/// A page that still has only zeros was probably loaded. If the chunk has zeros there as well, even
+/// a store of zeros has lost nothing.
+fn map_unless_stored(
+    accessed: Option<&[u64]>,
+    is_zero: impl Fn(u64) -> bool,
+    map: impl FnOnce() -> io::Result<()>,
+) -> io::Result<bool> {
+    let has_zeros = || accessed.is_some_and(|pages| pages.iter().all(|page| is_zero(*page)));
+    if !has_zeros() {
+        return Ok(false);
+    }
+    map()?;
+    Ok(has_zeros())
 }
 
 /// Returns true if a page of a reservation has only zeros.
@@ -183,4 +192,34 @@ pub(super) fn is_zero(page: u64) -> bool {
     // SAFETY: the reservation maps the page, whose address is a multiple of 8, and no reference
     // points there.
     words.map(|at| unsafe { (at as *const u64).read_volatile() }).all(|word| word == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn accessed_page_is_lost_unless_it_has_zeros_before_and_after() {
+        for (accessed, are_zeros, chunk_has_zeros, is_kept) in [
+            (Some(&[][..]), true, false, true),
+            (Some(&[1]), true, true, true),
+            // A store of zeros may have overwritten the data, or a load has seen zeros.
+            (Some(&[1]), true, false, false),
+            (Some(&[1]), false, true, false),
+            (None, true, true, false),
+        ] {
+            let is_mapped = Cell::new(false);
+            let is_zero = |_| if is_mapped.get() { chunk_has_zeros } else { are_zeros };
+            let map = || {
+                is_mapped.set(true);
+                Ok(())
+            };
+            let result = map_unless_stored(accessed, is_zero, map).unwrap();
+            assert_eq!(result, is_kept, "{accessed:?}, {are_zeros}, {chunk_has_zeros}");
+            // Otherwise, the guest could see the chunk before the VM stops.
+            assert!(is_mapped.get() || !is_kept);
+        }
+    }
 }
