@@ -226,7 +226,7 @@ fn units_with(
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::btt) mod tests {
     use std::cell::{Cell, RefCell};
 
     use super::*;
@@ -320,8 +320,8 @@ mod tests {
         assert!(caught > 100, "{caught}");
     }
 
-    /// Access that the guest has all the time.
-    struct Shared<F>(F);
+    /// Access that the guest has all the time. The function is called in place of a withdrawal.
+    pub(in crate::btt) struct Shared<F>(pub(in crate::btt) F);
 
     impl<F: FnMut()> GuestAccess for Shared<F> {
         fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {

@@ -10,9 +10,9 @@ use super::super::release_budget::ReleaseBudget;
 use super::threads::version_of;
 use super::*;
 use crate::btt::arena::ArenaInfo;
+use crate::btt::free_report::tests::Shared;
 use crate::btt::layout::{MAP_BLOCK, PAGE_BYTES};
-use crate::btt::{GuestAccess, live_bytes, release_reported};
-use crate::media::MediaError;
+use crate::btt::{live_bytes, release_reported};
 use crate::media::simulator::Random;
 use crate::media::thin::ThinMedia;
 
@@ -319,34 +319,13 @@ fn chunks_that_a_killed_process_left_without_data_are_released() {
     let first = (2 * crate::CHUNK_BYTES - info.data_at) / block_bytes;
     let end = (3 * crate::CHUNK_BYTES - info.data_at).div_ceil(block_bytes);
     let free = first * PAGE_BYTES..end * PAGE_BYTES;
-    let released = release_reported(&volume, &[free], &mut AlwaysAccessible).unwrap();
+    let released = release_reported(&volume, &[free], &mut Shared(|| {})).unwrap();
     assert_eq!(released, crate::CHUNK_BYTES);
     drop(volume);
 
     let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
     engine.discard(0..1).unwrap();
     assert_eq!(engine.space().allocated_bytes(), before);
-}
-
-/// Guest that keeps its access.
-struct AlwaysAccessible;
-
-impl GuestAccess for AlwaysAccessible {
-    fn withdraw(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
-        Ok(())
-    }
-
-    fn give_back(&mut self, _: &[Range<u64>]) -> Result<(), MediaError> {
-        Ok(())
-    }
-
-    fn may_continue(&self) -> bool {
-        true
-    }
-
-    fn confirm(&mut self) -> bool {
-        true
-    }
 }
 
 #[test]
