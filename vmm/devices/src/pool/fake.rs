@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use pmem_volume::pool::layout::FORMAT_VERSION;
@@ -28,6 +29,8 @@ pub struct FakePool {
     pub volume_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
     pub fail_free: AtomicBool,
+    /// [`PmPool::grow`] waits while this is locked, but not for ever.
+    pub growth: Mutex<()>,
 }
 
 impl FakePool {
@@ -41,6 +44,7 @@ impl FakePool {
             erased_bytes: AtomicU64::new(0),
             volume_bytes: AtomicU64::new(0),
             fail_free: AtomicBool::new(false),
+            growth: Mutex::default(),
         }
     }
 
@@ -120,6 +124,8 @@ impl PmPool for FakePool {
     }
 
     fn grow(&self, size_bytes: Option<u64>, _: bool) -> Result<(), PoolError> {
+        let _growth =
+            self.growth.try_lock_for(Duration::from_secs(60)).expect("an end of the delay");
         let size_bytes = size_bytes.expect("the pool is in a file");
         self.file.set_len(size_bytes).unwrap();
         self.used.lock().resize((size_bytes / CHUNK_BYTES) as usize, false);

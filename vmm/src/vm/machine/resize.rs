@@ -254,6 +254,7 @@ mod tests {
     use crate::vm::pm::volumes::attach;
     use crate::vm::resources::Resources;
     use crate::vm::resources::host_devices::HostDevices;
+    use crate::vm::resources::pools::OpenPool;
     use crate::vm::vm_task::{DeviceHotplug, Machine};
 
     const MIB: u64 = 1 << 20;
@@ -470,6 +471,20 @@ mod tests {
         grow(&machine, &path, Some(192)).unwrap();
         assert_eq!(machine.pools()[0].total_bytes, 192 * MIB);
         resize(&mut machine, "data", 80).unwrap();
+    }
+
+    #[test]
+    fn requests_are_served_while_a_pool_grows() {
+        let (mut machine, _folder) = with_volume("size=20M,interface=virtio-blk");
+        let pool = Arc::new(FakePool::new(1));
+        machine.pm.pools.push(OpenPool::new(Path::new("/slow"), &(Arc::clone(&pool) as _)));
+        let (reply, mut result) = tokio::sync::oneshot::channel();
+        let delay = pool.growth.lock();
+        let (path, size) = ("/slow".into(), Some(4 * MIB));
+        machine.grow_pool(GrowPoolRequest { path, size, force: false }, reply);
+        assert!(result.try_recv().is_err());
+        drop(delay);
+        result.blocking_recv().unwrap().unwrap();
     }
 
     #[test]

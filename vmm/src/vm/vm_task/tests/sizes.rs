@@ -240,28 +240,6 @@ fn grown_volume_has_its_new_size_at_the_next_boot() {
 }
 
 #[test]
-fn vm_is_paused_while_its_pool_grows() {
-    run(async {
-        let vm = start(None).await;
-        let growth = vm.delays.add("grow pool");
-        let (handle, path) = (vm.handle.clone(), "/pool".into());
-        let request = GrowPoolRequest { path, size: None, force: false };
-        let grown =
-            tokio::spawn(
-                async move { handle.ask(|reply| VmRequest::GrowPool(request, reply)).await },
-            );
-        while vm.delays.has("grow pool") {
-            tokio::task::yield_now().await;
-        }
-        vm.handle.ask(VmRequest::Pause).await.unwrap();
-        assert_eq!(vm.state().await, VmState::Paused);
-        assert!(!grown.is_finished());
-        drop(growth);
-        grown.await.unwrap().unwrap();
-    });
-}
-
-#[test]
 fn refused_resize_changes_nothing() {
     run(async {
         let mut config = test_config();
