@@ -16,6 +16,7 @@ mod pressure;
 mod report;
 mod samples;
 mod stream;
+mod thin;
 mod tree;
 mod usage;
 mod vmm;
@@ -30,7 +31,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream,confinement|peers] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream,confinement,thin|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   also measure a VMM with Cloud Hypervisor's flags and API";
 
 /// Maximum number of attempts to measure a group under one VMM.
@@ -38,7 +39,8 @@ const TRIES: usize = 3;
 
 /// Groups that every VMM supports. `peers` selects all of them.
 const PEERS: [&str; 5] = ["boot", "plug", "disk", "net", "api"];
-const FORESHORE_ALONE: [&str; 6] = ["volume", "tree", "pressure", "agent", "stream", "confinement"];
+const FORESHORE_ALONE: [&str; 7] =
+    ["volume", "tree", "pressure", "agent", "stream", "confinement", "thin"];
 
 struct Options {
     rounds: usize,
@@ -134,6 +136,7 @@ fn run(group: &str, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
         "pressure" => pressure::measure(samples),
         "agent" => agent::measure(samples),
         "confinement" => confinement::measure(samples),
+        "thin" => thin::measure(samples),
         _ => stream::measure(samples),
     }
 }

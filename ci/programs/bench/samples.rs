@@ -156,6 +156,18 @@ rows! {
         "BTT, nvdimm: write 4 KiB";
     ConfinedNvdimmRead TimesUnconfined(1.03) "confinement_nvdimm_read_4_kib_microseconds"
         "BTT, nvdimm: read 4 KiB";
+    ThinEngineWrite AtMost(1.02) "thin_virtio_blk_write_4_kib_ratio"
+        "thin BTT, virtio-blk: write 4 KiB, relative to a thick one";
+    ThinEngineRead AtMost(1.02) "thin_virtio_blk_read_4_kib_ratio"
+        "thin BTT, virtio-blk: read 4 KiB, the same";
+    ThinPmemWrite AtMost(1.02) "thin_virtio_pmem_write_4_kib_ratio"
+        "thin BTT, virtio-pmem: write 4 KiB, the same";
+    ThinPmemRead AtMost(1.02) "thin_virtio_pmem_read_4_kib_ratio"
+        "thin BTT, virtio-pmem: read 4 KiB, the same";
+    ThinNvdimmWrite AtMost(1.02) "thin_nvdimm_write_4_kib_ratio"
+        "thin BTT, NVDIMM: write 4 KiB, the same";
+    ThinNvdimmRead AtMost(1.02) "thin_nvdimm_read_4_kib_ratio"
+        "thin BTT, NVDIMM: read 4 KiB, the same";
     StreamCopy AtMost(1.01) "stream_copy_devdax_ratio"
         "STREAM copy: time on a raw devdax volume, relative to pool memory";
     StreamScale AtMost(1.01) "stream_scale_devdax_ratio" "STREAM scale, the same";

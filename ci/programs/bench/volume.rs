@@ -95,12 +95,18 @@ pub(crate) fn time(
 }
 
 pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
+    make_pool_with(dir, &[])
+}
+
+/// Creates a pool with a volume. `options` are those of `pmvol volume create`.
+pub(crate) fn make_pool_with(dir: &Path, options: &[&str]) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join("bench-pool");
     forget(&path)?;
     let name = path.display().to_string();
     pmvol(&["create", &name, "--size", &(2 * VOLUME_BYTES).to_string()])?;
-    pmvol(&["volume", "create", &name, "data", "--size", &VOLUME_BYTES.to_string()])?;
+    let size = VOLUME_BYTES.to_string();
+    pmvol(&[&["volume", "create", &name, "data", "--size", &size], options].concat())?;
     Ok(path)
 }
 

@@ -21,7 +21,7 @@ use crate::programs::{self, user_path};
 use crate::setup;
 
 const FOLDER: &str = "target/bench";
-const MEASUREMENTS: [&str; 12] = [
+const MEASUREMENTS: [&str; 13] = [
     "peers",
     "boot",
     "plug",
@@ -34,10 +34,11 @@ const MEASUREMENTS: [&str; 12] = [
     "agent",
     "stream",
     "confinement",
+    "thin",
 ];
 /// Benchmarks that work with a counted clock. Such a host has one CPU. Its guests have one CPU as
 /// well, because two vCPUs on it would wait for each other.
-const COUNTABLE: [&str; 2] = ["agent", "confinement"];
+const COUNTABLE: [&str; 3] = ["agent", "confinement", "thin"];
 /// Variable with the path of another VMM to measure.
 const OTHER_VMM: &str = "FORESHORE_BENCH_VMM";
 const PEERS: &str = "FORESHORE_PEERS";
@@ -62,7 +63,7 @@ pub(crate) struct Arguments {
     )]
     only: Vec<String>,
     /// Clock of the emulated host; with counted, each instruction takes one nanosecond (requires
-    /// --only agent or confinement)
+    /// --only agent, confinement or thin)
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
     /// Instead count the instructions of virtio-blk and virtio-mem requests, on this machine;
