@@ -56,6 +56,7 @@ fn main() {
     lend(scale, peers);
     peers.compare("retrieval of dead content, as on dax-sync", retrieve_dead(scale));
     peers.compare("retrieval of moved content", retrieve_moved(scale));
+    peers.compare("its floor: a private copy by Linux", copy_privately(scale));
     store_into_holes(scale, peers);
     write_sectors(scale, peers);
 }
@@ -229,6 +230,29 @@ fn retrieve_moved(scale: Scale) -> impl Iterator<Item = Duration> {
     scale.indexes().map(move |index| {
         let _ = (&folder, &lent);
         time(|| _ = volume.provision(index).unwrap())
+    })
+}
+
+/// Least work of a move that does not stop the guest: Linux copies the pages of a private mapping.
+fn copy_privately(scale: Scale) -> impl Iterator<Item = Duration> {
+    let (path, folder) = new_pool(scale.chunks);
+    let pool = LocalPool::open(&path, None).unwrap();
+    let zone = Reservation::new(scale.len_bytes(), CHUNK_BYTES).unwrap();
+    let map = move |zone: &Reservation, offset, len, access| {
+        let _ = &folder;
+        zone.map_file(offset, len, pool.file(), SPARE_CHUNKS * CHUNK_BYTES + offset, access)
+    };
+    map(&zone, 0, scale.len_bytes(), Access::ReadWrite).unwrap();
+    fill(zone.addr(), scale.len_bytes(), 1);
+    scale.indexes().map(move |index| {
+        let offset = u64::from(index) * CHUNK_BYTES;
+        let copied = time(|| {
+            map(&zone, offset, CHUNK_BYTES, Access::ReadWritePrivate).unwrap();
+            zone.populate(offset, CHUNK_BYTES).unwrap();
+        });
+        // The next copy uses the same pages. A virtual host may have to get other pages first.
+        zone.unmap(offset, CHUNK_BYTES).unwrap();
+        copied
     })
 }
 
