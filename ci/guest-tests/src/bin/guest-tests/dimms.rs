@@ -9,7 +9,9 @@ use guest_tests::{Guest, GuestBuilder, Pool};
 use serde_json::{Value, json};
 
 use crate::memory::{WARM_UP, reboot, resource_counts};
-use crate::zones::{MIB, check_plugged_in_pool_info, mem_total_mib, wait_until_plugged, zone};
+use crate::zones::{
+    MIB, check_plugged_in_pool_info, mem_total_mib, wait_until_mem_total, wait_until_plugged, zone,
+};
 
 guest_tests::tests![
     memory_comes_by_acpi: 240 on [V6_12, V6_1 extended],
@@ -43,19 +45,13 @@ fn info(guest: &Guest, path: &str) -> Result<u64> {
         .with_context(|| format!("vm.info has no {path}: {info}"))
 }
 
-fn wait_until_online(guest: &Guest, total_mib: u64) -> Result<()> {
-    guest.wait_until(&format!("MemTotal is {total_mib} MiB"), ONLINE_LIMIT, || {
-        Ok(mem_total_mib(guest)? == total_mib)
-    })
-}
-
 fn memory_comes_by_acpi() -> Result<()> {
     let guest = growing().boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
-    wait_until_online(&guest, before + 128)?;
+    wait_until_mem_total(&guest, before + 128, ONLINE_LIMIT)?;
     resize_to(&guest, 1536)?;
-    wait_until_online(&guest, before + 1152)?;
+    wait_until_mem_total(&guest, before + 1152, ONLINE_LIMIT)?;
     ensure!(
         info(&guest, "/config/memory/size")? == 1536 * MIB,
         "The configuration does not have the new size"
@@ -101,7 +97,7 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         }
         let before = mem_total_mib(&guest)?;
         resize_to(&guest, 768)?;
-        wait_until_online(&guest, before + 384)?;
+        wait_until_mem_total(&guest, before + 384, ONLINE_LIMIT)?;
         reboot(&guest, round)?;
         let dram = zone(&guest, "dram")?;
         ensure!(
@@ -121,7 +117,7 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         );
         // More memory can still be added.
         resize_to(&guest, 896)?;
-        wait_until_online(&guest, booted + 128)?;
+        wait_until_mem_total(&guest, booted + 128, ONLINE_LIMIT)?;
         resize_to(&guest, 384)?;
         reboot(&guest, round + 1)?;
         let after = mem_total_mib(&guest)?;
@@ -142,7 +138,7 @@ fn smaller_size_takes_effect_at_the_next_boot() -> Result<()> {
     let guest = growing().boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
-    wait_until_online(&guest, before + 128)?;
+    wait_until_mem_total(&guest, before + 128, ONLINE_LIMIT)?;
     resize_to(&guest, 256)?;
     ensure!(
         info(&guest, "/config/memory/size")? == 256 * MIB,
@@ -176,13 +172,13 @@ fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
         growing().pm_memory(&format!("pool={},size=256M", pool.name())).pressure("off").boot()?;
     let before = mem_total_mib(&guest)?;
     resize_to(&guest, 512)?;
-    wait_until_online(&guest, before + 128)?;
+    wait_until_mem_total(&guest, before + 128, ONLINE_LIMIT)?;
     let resize_pm = |mib: u64| {
         guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": mib * MIB }))?;
         wait_until_plugged(&guest, "pm", mib * MIB, ONLINE_LIMIT)
     };
     resize_pm(256)?;
-    wait_until_online(&guest, before + 128 + 256)?;
+    wait_until_mem_total(&guest, before + 128 + 256, ONLINE_LIMIT)?;
     ensure!(
         info(&guest, "/memory_actual_size")? == (512 + 256) * MIB,
         "memory_actual_size does not include all memory"
@@ -190,7 +186,7 @@ fn dimms_stay_while_pm_is_plugged_and_unplugged() -> Result<()> {
     check_plugged_in_pool_info(&guest, &pool)?;
     // The guest brings DIMMs and PM online in the same way, so PM can be unplugged.
     resize_pm(0)?;
-    wait_until_online(&guest, before + 128)?;
+    wait_until_mem_total(&guest, before + 128, ONLINE_LIMIT)?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM was removed with PM");
     check_plugged_in_pool_info(&guest, &pool)?;
     guest.no_kernel_complaints()
@@ -218,7 +214,7 @@ fn invalid_dimms_are_refused_and_all_dimms_can_be_used() -> Result<()> {
     for dimm in 1..=DIMMS {
         resize_to(&guest, 384 + 128 * dimm)?;
     }
-    wait_until_online(&guest, before + 128 * DIMMS)?;
+    wait_until_mem_total(&guest, before + 128 * DIMMS, ONLINE_LIMIT)?;
     let status = try_resize(&guest, 384 + 128 * (DIMMS + 1))?;
     ensure!(status == 400, "One DIMM more than the maximum: status {status}");
     guest.no_kernel_complaints()
