@@ -31,7 +31,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream,confinement,thin|peers] [--out DIR]
+usage: bench [--rounds N] [--only MEASUREMENT,...] [--out DIR]; ci/bench --help lists the measurements
   FORESHORE_TEST_BENCH_VMM=NAME   also measure a VMM with Cloud Hypervisor's flags and API";
 
 /// Maximum number of attempts to measure a group under one VMM.

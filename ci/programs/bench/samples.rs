@@ -214,20 +214,16 @@ impl Samples {
         self.0.entry((row, vmm.to_owned())).or_default().push(value);
     }
 
-    /// Adds the medians of several runs of `once`. An additional first run is discarded, because it
-    /// touches all memory for the first time.
+    /// Adds the [`medians`] of several runs of `once`.
     pub(crate) fn add_medians<const ROWS: usize>(
         &mut self,
         rows: [Row; ROWS],
         vmm: &str,
         repeats: usize,
-        mut once: impl FnMut() -> Result<[f64; ROWS]>,
+        once: impl FnMut() -> Result<[f64; ROWS]>,
     ) -> Result<()> {
-        once()?;
-        let runs = (0..repeats).map(|_| once()).collect::<Result<Vec<_>>>()?;
-        for (index, row) in rows.into_iter().enumerate() {
-            let values: Vec<f64> = runs.iter().map(|run| run[index]).collect();
-            self.add(row, vmm, median(&values).context("No repeats")?);
+        for (row, value) in rows.into_iter().zip(medians(repeats, once)?) {
+            self.add(row, vmm, value);
         }
         Ok(())
     }
@@ -259,6 +255,22 @@ impl Unit {
             Self::Percent => format!("{value:.3} %"),
         }
     }
+}
+
+/// Returns the medians of several runs of `once`. An additional first run is discarded, because it
+/// touches all memory for the first time.
+pub(crate) fn medians<const VALUES: usize>(
+    repeats: usize,
+    mut once: impl FnMut() -> Result<[f64; VALUES]>,
+) -> Result<[f64; VALUES]> {
+    once()?;
+    let runs = (0..repeats).map(|_| once()).collect::<Result<Vec<_>>>()?;
+    let mut medians = [0.0; VALUES];
+    for (index, value) in medians.iter_mut().enumerate() {
+        let values: Vec<f64> = runs.iter().map(|run| run[index]).collect();
+        *value = median(&values).context("No repeats")?;
+    }
+    Ok(medians)
 }
 
 /// Returns the median. For an even number of values, this is the mean of the middle two.

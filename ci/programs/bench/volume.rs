@@ -14,7 +14,7 @@ use pmem_volume::media::MemoryMedia;
 use uuid::Uuid;
 
 use crate::forget;
-use crate::samples::{Row, Samples};
+use crate::samples::{Row, Samples, medians};
 use crate::vmm::{Disk, Extras, MIB, Vmm};
 
 /// Size of the volumes in this benchmark.
@@ -73,7 +73,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
     forget(&on_disk)
 }
 
-/// Adds the medians of several runs in one guest.
+/// Adds the [`times`] of a transfer.
 pub(crate) fn time(
     vmm: &Vmm,
     disk: Disk,
@@ -81,6 +81,15 @@ pub(crate) fn time(
     rows: [Row; 2],
     samples: &mut Samples,
 ) -> Result<()> {
+    for (row, time_us) in rows.into_iter().zip(times(vmm, disk, effort)?) {
+        samples.add(row, vmm.name(), time_us);
+    }
+    Ok(())
+}
+
+/// Returns the times of a write and of a read, in microseconds: medians of several runs in one
+/// guest.
+pub(crate) fn times(vmm: &Vmm, disk: Disk, effort: Effort) -> Result<[f64; 2]> {
     let Effort { transfers, repeats } = effort;
     let vm = vmm.boot(&Extras { disk, ..Extras::default() })?;
     // The disk has one of these names, depending on its interface.
@@ -91,7 +100,7 @@ pub(crate) fn time(
         vm.number(&format!("guest-tool time-blocks {device} {operation} {transfers}"))
             .map(|total| total / f64::from(transfers))
     };
-    samples.add_medians(rows, vmm.name(), repeats, || Ok([time_us("write")?, time_us("read")?]))
+    medians(repeats, || Ok([time_us("write")?, time_us("read")?]))
 }
 
 pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {

@@ -62,8 +62,8 @@ pub(crate) struct Arguments {
         value_parser = PossibleValuesParser::new(MEASUREMENTS)
     )]
     only: Vec<String>,
-    /// Clock of the emulated host; with counted, each instruction takes one nanosecond (requires
-    /// --only agent, confinement or thin)
+    /// Clock of the emulated host; with counted, each instruction takes one nanosecond, and --only
+    /// is required
     #[arg(long, value_name = "NAME", default_value = "real")]
     clock: Clock,
     /// Instead count the instructions of virtio-blk and virtio-mem requests, on this machine;
