@@ -29,7 +29,7 @@ pub struct FakePool {
     pub volume_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
     pub fail_free: AtomicBool,
-    /// [`PmPool::grow`] waits while this is locked, but not for ever.
+    /// [`PmPool::grow`] waits for this lock, at most for a minute.
     pub growth: Mutex<()>,
 }
 
@@ -125,7 +125,7 @@ impl PmPool for FakePool {
 
     fn grow(&self, size_bytes: Option<u64>, _: bool) -> Result<(), PoolError> {
         let _growth =
-            self.growth.try_lock_for(Duration::from_secs(60)).expect("an end of the delay");
+            self.growth.try_lock_for(Duration::from_secs(60)).expect("unlocked by the test");
         let size_bytes = size_bytes.expect("the pool is in a file");
         self.file.set_len(size_bytes).unwrap();
         self.used.lock().resize((size_bytes / CHUNK_BYTES) as usize, false);

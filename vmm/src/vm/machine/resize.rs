@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_served_while_a_pool_grows() {
+    fn growth_of_a_pool_does_not_block_its_caller() {
         let (mut machine, _folder) = with_volume("size=20M,interface=virtio-blk");
         let pool = Arc::new(FakePool::new(1));
         machine.pm.pools.push(OpenPool::new(Path::new("/slow"), &(Arc::clone(&pool) as _)));
