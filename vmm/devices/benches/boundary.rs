@@ -233,7 +233,7 @@ fn retrieve_moved(scale: Scale) -> impl Iterator<Item = Duration> {
     })
 }
 
-/// Least work of a move that does not stop the guest: Linux copies the pages of a private mapping.
+/// Linux's part of a move: it copies the pages of a private mapping.
 fn copy_privately(scale: Scale) -> impl Iterator<Item = Duration> {
     let (path, folder) = new_pool(scale.chunks);
     let pool = LocalPool::open(&path, None).unwrap();

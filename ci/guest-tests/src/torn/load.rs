@@ -29,8 +29,8 @@ const SCATTERED_VERSION: u64 = 1;
 /// Names of the files that are deleted.
 const FILES: &str = "1 2 3 4";
 
-/// Without its metadata, the pool of a spill has 140 MiB. So 20 MiB of this memory are promised to
-/// the volume. The pool of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
+/// The pool of a spill has 140 MiB besides its metadata, of which the volume was promised 64 MiB.
+/// That of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
 const ZONE_MIB: u64 = 96;
 /// The pool has more free space than the lower watermarks when the memory is plugged.
 const MARKS: &str = "storage_min=4M,storage_low=6M";
@@ -229,9 +229,9 @@ impl Load {
         }
     }
 
-    /// Waits until the VMM has moved or released something. A compaction begins now, because it
-    /// takes less time than the guest needs to start.
-    pub(super) fn wait_until_moving(self, guest: &Guest, limit: Duration) -> Result<()> {
+    /// Waits until the VMM moves or releases something. Only now is memory lent for a compaction,
+    /// which would otherwise end before the guest writes.
+    pub(super) fn start_moving(self, guest: &Guest, limit: Duration) -> Result<()> {
         if self == Self::Compaction {
             plug_memory(guest, limit)?;
         }

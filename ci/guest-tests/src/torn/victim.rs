@@ -419,7 +419,7 @@ impl Victim {
         let guest = self.builder().start()?;
         let _load = self.start_load(&guest)?;
         // Otherwise, the end might precede all moves and releases.
-        self.setup.load.map_or(Ok(()), |load| load.wait_until_moving(&guest, IO_LIMIT))?;
+        self.setup.load.map_or(Ok(()), |load| load.start_moving(&guest, IO_LIMIT))?;
         let mut writer = self.start_writer(&guest, seed)?;
         let mut unflushed = UnflushedThreads::all();
         while let Some(text) = writer.next_line() {
@@ -468,7 +468,7 @@ impl Victim {
             guest.resume()?;
         }
         if let Some(load) = self.setup.load {
-            load.wait_until_moving(guest, IO_LIMIT)?;
+            load.start_moving(guest, IO_LIMIT)?;
         }
         thread::sleep(delay);
         Ok(())

@@ -111,8 +111,8 @@ pub(crate) fn mem_total_mib(guest: &Guest) -> Result<u64> {
     meminfo_mib(guest, "MemTotal")
 }
 
-/// Waits until Linux has as much memory. It plugs a memory block before it brings the block online.
-/// While it takes an unplugged block offline, it counts the block again
+/// Waits until MemTotal is `total_mib`. Linux plugs a memory block before it brings the block
+/// online. While Linux takes an unplugged block offline, MemTotal includes the block again
 /// (virtio_mem_fake_offline_going_offline in drivers/virtio/virtio_mem.c).
 pub(crate) fn wait_until_mem_total(guest: &Guest, total_mib: u64, limit: Duration) -> Result<()> {
     guest.wait_until(&format!("MemTotal is {total_mib} MiB"), limit, || {
