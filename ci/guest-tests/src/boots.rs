@@ -41,8 +41,10 @@ pub(crate) fn add_to_this_test(took: Duration) -> Result<()> {
 
 fn add(test_dir: &Path, took: Duration) -> Result<()> {
     let path = file_of(test_dir);
+    // One write for the line, because several threads of a test boot guests at the same time.
+    let line = format!("{}\n", took.as_millis());
     let file = File::options().create(true).append(true).open(&path);
-    file.and_then(|mut file| writeln!(file, "{}", took.as_millis()))
+    file.and_then(|mut file| file.write_all(line.as_bytes()))
         .with_context(|| format!("Cannot write {}", path.display()))
 }
 
@@ -65,6 +67,8 @@ impl Boots {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     #[test]
@@ -84,5 +88,22 @@ mod tests {
         assert_eq!(boots.to_string(), "; boots: 3, 6.2 s");
         boots.take_from(&test_dir).unwrap();
         assert_eq!(boots.to_string(), "; boots: 3, 6.2 s");
+    }
+
+    #[test]
+    fn threads_add_their_boots_at_the_same_time() {
+        const THREADS: u32 = 4;
+        const BOOTS: u32 = 500;
+        let folder = tempfile::tempdir().unwrap();
+        let test_dir = folder.path().join("boot-boots");
+        let add_all = || (0..BOOTS).try_for_each(|_| add(&test_dir, Duration::from_millis(12_130)));
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(add_all)).collect();
+            threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+        });
+        let mut boots = Boots::default();
+        boots.take_from(&test_dir).unwrap();
+        let count = THREADS * BOOTS;
+        assert_eq!(boots, Boots { count, took: Duration::from_millis(12_130) * count });
     }
 }
