@@ -366,8 +366,8 @@ fn readable_data_of_a_damaged_pool_is_exported() {
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
     // Clears the owner words of chunks 5 and 6, the fourth and fifth of the volume. A repair cannot
     // tell which of them is which.
-    overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 8]);
-    overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 8]);
+    overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 16]);
+    overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 16]);
     let before = fs::read(folder.path("pool")).unwrap();
     assert_eq!(folder.run(&["repair", "pool"]).status.code(), Some(1));
     folder

@@ -1,7 +1,10 @@
 //! Tests of thin volumes with the program `pmvol`.
 
+#[path = "shell/overwrite.rs"]
+mod overwrite;
 mod shell;
 
+use overwrite::overwrite;
 use pmem_volume::btt::Engine;
 use pmem_volume::{OpenMode, Pool};
 use serde_json::Value;
@@ -98,6 +101,26 @@ fn zeros_of_an_image_are_not_allocated_and_conversions_keep_the_content() {
     assert!(text.starts_with("volume data is thin: ") && text.contains("allocated"), "{text}");
     assert!(allocated_bytes(&folder, true) <= thin_bytes);
     assert!(is_same(exported()));
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+}
+
+/// All chunks with data or metadata of the volume lose their owner words, and so do free chunks.
+#[test]
+fn lost_owner_words_of_a_thin_volume_are_repaired() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    std::fs::write(folder.path("image"), vec![7; 5 << 20]).unwrap();
+    folder.succeed(&["volume", "create", "pool", "data", "--from", "image", "--thin"]);
+    folder.succeed(&["volume", "resize", "pool", "data", "--size", "40M"]);
+    let good = std::fs::read(folder.path("pool")).unwrap();
+    // The chunk table starts at 2 MiB.
+    (2..32).for_each(|chunk| overwrite(&folder.path("pool"), (2 << 20) + chunk * 16, &[0; 8]));
+    let check = folder.run(&["check", "pool"]);
+    assert_eq!(check.status.code(), Some(1));
+    let text = folder.succeed(&["repair", "pool"]);
+    assert!(text.ends_with("nothing left\n"), "{text}");
+    assert!(text.contains(" of volume data\n"), "{text}");
+    assert!(good == std::fs::read(folder.path("pool")).unwrap());
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
 }
 

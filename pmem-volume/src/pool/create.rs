@@ -270,8 +270,7 @@ pub(super) fn write_empty_pool(
     let table = ChunkTable::new(superblock);
     for chunk in (0..table.entries()).map(ChunkId) {
         let owner = if superblock.is_metadata(chunk) { Owner::Metadata } else { Owner::Free };
-        table.set_owner(media, chunk, owner)?;
-        table.set_wear(media, chunk, 0)?;
+        table.set_entry(media, chunk, owner, 0)?;
     }
     for slot in superblock.slots() {
         let record = volume_record::empty_record(slot, 0);

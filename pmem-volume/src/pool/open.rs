@@ -246,8 +246,8 @@ fn correct_metadata(
         restore_copy::<VolumeRecordBytes>(media, superblock.volume_record_offsets(*slot), *copy)?;
     }
     let table = ChunkTable::new(superblock);
-    for chunk in scan.bad_wear.iter().flat_map(|run| run.ids()) {
-        table.set_wear(media, chunk, 0)?;
+    for chunk in scan.bad_wear.iter().chain(&scan.stale_copies).flat_map(|run| run.ids()) {
+        table.correct_wear(media, chunk)?;
     }
     mark_to_scrub(media, table, scan)
 }
@@ -262,7 +262,9 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
         table.set_owner(media, chunk, Owner::Scrub)?;
     }
-    let entries: Vec<_> = scan.to_scrub.iter().map(|run| table.byte_range(*run)).collect();
+    // A copy must be durable before the index that it names may belong to another volume.
+    let stored = scan.to_scrub.iter().chain(&scan.stale_copies).chain(&scan.bad_wear);
+    let entries: Vec<_> = stored.map(|run| table.byte_range(*run)).collect();
     media.persist(&entries)
 }
 

@@ -9,7 +9,7 @@ use super::format::format_plan::btt_indexes;
 use super::format::layout::VolumeRecordBytes;
 use super::format::mirrored::{self, Copies};
 use super::format::superblock::Superblock;
-use super::format::table::{BadWord, ChunkTable, Owner, Slot};
+use super::format::table::{BadWord, ChunkTable, Entry, Owner, Slot, copy_of};
 use super::format::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
@@ -65,6 +65,9 @@ pub(crate) struct Scan {
     pub(crate) wear: Vec<u32>,
     /// Chunks with a damaged wear word. Their number of uses restarts at zero.
     pub(crate) bad_wear: Vec<Run>,
+    /// Chunks whose wear word lacks a copy of their owner, because of a crash between the two
+    /// words, or because a repair or an older program has stored only one of them.
+    pub(crate) stale_copies: Vec<Run>,
     /// Parts of split volumes. The key contains the slot of the split volume and the index of the
     /// part's first chunk there. The value contains the end index in the split volume and the slot
     /// of the part.
@@ -181,7 +184,7 @@ impl Scan {
         self.wear.reserve_exact(table.entries() as usize);
         for piece in table.pieces() {
             for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
-                self.sort_wear(chunk, entry.wear);
+                self.sort_wear(chunk, entry);
                 self.sort_owner(chunk, entry.owner, superblock, invalid_slots, &mut found);
             }
         }
@@ -201,11 +204,17 @@ impl Scan {
         Ok(())
     }
 
-    fn sort_wear(&mut self, chunk: ChunkId, wear: Result<u32, BadWord>) {
-        self.wear.push(wear.unwrap_or(0));
-        if let Err(bad) = wear {
-            push_chunk(&mut self.bad_wear, chunk);
-            self.found.add(Finding::WearWord { chunk, word: bad.0 });
+    fn sort_wear(&mut self, chunk: ChunkId, Entry { owner, wear }: Entry) {
+        self.wear.push(wear.map_or(0, |word| word.uses));
+        match (owner, wear) {
+            (_, Err(bad)) => {
+                push_chunk(&mut self.bad_wear, chunk);
+                self.found.add(Finding::WearWord { chunk, word: bad.0 });
+            }
+            (Ok(owner), Ok(wear)) if wear.owner != copy_of(owner) => {
+                push_chunk(&mut self.stale_copies, chunk);
+            }
+            _ => {}
         }
     }
 
@@ -273,13 +282,15 @@ impl Scan {
     /// Assigns a chunk to a part of a split volume if its owner word still refers to the split
     /// volume.
     fn assign_to_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
-        let Some((start, (end, slot))) =
-            self.parts.range((origin, 0)..=(origin, index)).next_back()
-        else {
-            return false;
-        };
-        let (start, end, slot) = (start.1, *end, *slot);
-        index < end && self.add_chunk(slot, index - start, chunk)
+        self.in_part(origin, index).is_some_and(|(slot, index)| self.add_chunk(slot, index, chunk))
+    }
+
+    /// Returns the slot of the part that has got an index of an unfinished split's volume, and the
+    /// index there.
+    pub(crate) fn in_part(&self, origin: Slot, index: u32) -> Option<(Slot, u32)> {
+        let ((_, start), (end, slot)) =
+            self.parts.range((origin, 0)..=(origin, index)).next_back()?;
+        (index < *end).then_some((*slot, index - start))
     }
 
     /// Sorts each volume's chunks, and finds indexes that have two chunks or none.

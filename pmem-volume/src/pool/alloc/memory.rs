@@ -83,8 +83,7 @@ impl<M: Media> Pool<M> {
     ) -> Result<(), MediaError> {
         let (media, table) = (self.media(), self.table());
         for (position, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
-            table.set_owner(media, chunk, owner(position as u32))?;
-            table.count_use(media, chunk)?;
+            table.set_user(media, chunk, owner(position as u32))?;
         }
         self.persist_entries(runs)
     }

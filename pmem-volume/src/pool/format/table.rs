@@ -15,6 +15,20 @@ const INDEX_BITS: u32 = 28;
 const SLOT_SHIFT: u32 = 28;
 const STATE_SHIFT: u32 = 44;
 const CHECK_SHIFT: u32 = 48;
+const USES_BITS: u32 = 18;
+/// Maximum number of counted uses of a chunk.
+pub(crate) const MAX_USES: u32 = (1 << USES_BITS) - 1;
+/// Bits of an index in the copy of an owner, and of the place. The place is 0 if there is no copy,
+/// a slot plus one, or [`COPY_OF_STATE`].
+const COPY_INDEX_BITS: u32 = 20;
+const COPY_PLACE_BITS: u32 = 10;
+const COPY_OF_STATE: u64 = (1 << COPY_PLACE_BITS) - 1;
+/// Bits of the number of uses in a word without a copy.
+const OLDER_USES_BITS: u32 = 32;
+const _: () = assert!(USES_BITS + COPY_INDEX_BITS + COPY_PLACE_BITS == CHECK_SHIFT);
+// The first programs take a word with a copy for a damaged one, and none of their counters for a
+// copy.
+const _: () = assert!(USES_BITS + COPY_INDEX_BITS >= OLDER_USES_BITS);
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
 
 // Zero is not a valid state. Therefore, a lost table that reads as zeros is detected as damage, and
@@ -152,7 +166,13 @@ fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
 /// Encodes an owner word. Bits 0 to 27 contain the index, 28 to 43 the slot, 44 to 47 the state,
 /// and 48 to 63 the checksum.
 pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
-    let low = match owner {
+    let low = owner_bits(owner);
+    word_checksum(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
+}
+
+/// Returns the low 48 bits of an owner word.
+fn owner_bits(owner: Owner) -> u64 {
+    match owner {
         Owner::Free => STATE_FREE << STATE_SHIFT,
         Owner::Metadata => STATE_METADATA << STATE_SHIFT,
         Owner::Volume { slot, index } => {
@@ -162,8 +182,55 @@ pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
         Owner::Memory => STATE_MEMORY << STATE_SHIFT,
         Owner::Scrub => STATE_SCRUB << STATE_SHIFT,
         Owner::Retired => STATE_RETIRED << STATE_SHIFT,
+    }
+}
+
+/// Returns the owner if a wear word can contain a copy of it: no chunk of a volume beyond 2 TiB, or
+/// in a slot above 1021.
+pub(crate) fn copy_of(owner: Owner) -> Option<Owner> {
+    Some(owner).filter(|owner| copy_bits(*owner) != 0)
+}
+
+/// Encodes the copy of an owner, without checksum. Returns zero for an owner without a copy.
+fn copy_bits(owner: Owner) -> u64 {
+    let (place, index) = match owner {
+        Owner::Volume { slot, index } => (u64::from(slot.0) + 1, u64::from(index)),
+        _ => (COPY_OF_STATE, owner_bits(owner) >> STATE_SHIFT),
     };
-    word_checksum(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
+    let is_volume = matches!(owner, Owner::Volume { .. });
+    let fits = index >> COPY_INDEX_BITS == 0 && (!is_volume || place < COPY_OF_STATE);
+    if fits { place << COPY_INDEX_BITS | index } else { 0 }
+}
+
+/// Decodes the copy of an owner, whose place is not 0.
+fn decode_copy(bits: u64) -> Option<Owner> {
+    let index = bits & ((1 << COPY_INDEX_BITS) - 1);
+    match bits >> COPY_INDEX_BITS {
+        COPY_OF_STATE => unowned(index),
+        place => Some(Owner::Volume { slot: Slot((place - 1) as u16), index: index as u32 }),
+    }
+}
+
+/// Returns the owner with a state that needs neither slot nor index.
+fn unowned(state: u64) -> Option<Owner> {
+    match state {
+        STATE_FREE => Some(Owner::Free),
+        STATE_METADATA => Some(Owner::Metadata),
+        STATE_MEMORY => Some(Owner::Memory),
+        STATE_SCRUB => Some(Owner::Scrub),
+        STATE_RETIRED => Some(Owner::Retired),
+        _ => None,
+    }
+}
+
+/// Content of a wear word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WearWord {
+    /// Number of uses, at most [`MAX_USES`].
+    pub(crate) uses: u32,
+    /// Copy of the owner, for the case that the owner word is lost. A crash may leave only one of
+    /// them as before.
+    pub(crate) owner: Option<Owner>,
 }
 
 pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> {
@@ -173,31 +240,35 @@ pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> 
     }
     let index = (low & ((1 << INDEX_BITS) - 1)) as u32;
     let slot = Slot((low >> SLOT_SHIFT) as u16);
-    let owner = match low >> STATE_SHIFT {
-        STATE_VOLUME => return Ok(Owner::Volume { slot, index }),
-        STATE_FREE => Owner::Free,
-        STATE_METADATA => Owner::Metadata,
-        STATE_MEMORY => Owner::Memory,
-        STATE_SCRUB => Owner::Scrub,
-        STATE_RETIRED => Owner::Retired,
-        _ => return Err(BadWord(word)),
-    };
-    if index == 0 && slot.0 == 0 { Ok(owner) } else { Err(BadWord(word)) }
+    match low >> STATE_SHIFT {
+        STATE_VOLUME => Ok(Owner::Volume { slot, index }),
+        state if index == 0 && slot.0 == 0 => unowned(state).ok_or(BadWord(word)),
+        _ => Err(BadWord(word)),
+    }
 }
 
-/// Encodes a wear word. Bits 0 to 31 contain the count, 32 to 47 are zero, and 48 to 63 contain the
-/// checksum.
-pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
-    let low = u64::from(count);
+/// Encodes a wear word. Bits 0 to 17 contain the number of uses, 18 to 37 the index or the state of
+/// the owner, 38 to 47 its place, and 48 to 63 the checksum.
+pub(crate) fn encode_wear(chunk: ChunkId, word: WearWord) -> u64 {
+    let copy = word.owner.map_or(0, copy_bits);
+    let low = copy << USES_BITS | u64::from(word.uses.min(MAX_USES));
     word_checksum(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
 }
 
-pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
+pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<WearWord, BadWord> {
     let low = word & ((1 << CHECK_SHIFT) - 1);
     if word >> CHECK_SHIFT != word_checksum(chunk, KIND_WEAR, low) {
         return Err(BadWord(word));
     }
-    u32::try_from(low).map_err(|_| BadWord(word))
+    let copy = low >> USES_BITS;
+    if copy >> COPY_INDEX_BITS == 0 {
+        return match low >> OLDER_USES_BITS {
+            0 => Ok(WearWord { uses: (low as u32).min(MAX_USES), owner: None }),
+            _ => Err(BadWord(word)),
+        };
+    }
+    let owner = decode_copy(copy).ok_or(BadWord(word))?;
+    Ok(WearWord { uses: low as u32 & MAX_USES, owner: Some(owner) })
 }
 
 /// Adds the correct checksum to the low bits of an owner or wear word.
@@ -211,7 +282,7 @@ pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: Result<Owner, BadWord>,
-    pub(crate) wear: Result<u32, BadWord>,
+    pub(crate) wear: Result<WearWord, BadWord>,
 }
 
 /// Number of entries that are read at a time: 16 KiB, which fit into the L1 cache until they are
@@ -258,7 +329,7 @@ impl ChunkTable {
         self,
         media: &dyn Media,
         chunk: ChunkId,
-    ) -> Result<Result<u32, BadWord>, MediaError> {
+    ) -> Result<Result<WearWord, BadWord>, MediaError> {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
     }
 
@@ -315,31 +386,54 @@ impl ChunkTable {
         Ok(())
     }
 
-    /// Stores the owner, which is not durable when the call returns.
+    /// Stores the owner and its copy, which are not durable when the call returns. After a crash,
+    /// either of them may be that of the owner before.
     pub(crate) fn set_owner(
         self,
         media: &dyn Media,
         chunk: ChunkId,
         owner: Owner,
     ) -> Result<(), MediaError> {
-        media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
+        let uses = self.uses(media, chunk)?;
+        self.set_entry(media, chunk, owner, uses)
     }
 
-    /// Stores the wear count, which is not durable when the call returns.
-    pub(crate) fn set_wear(
+    /// Stores the owner of a chunk, as [`Self::set_owner`] does, and increments the number of its
+    /// uses.
+    pub(crate) fn set_user(
         self,
         media: &dyn Media,
         chunk: ChunkId,
-        count: u32,
+        owner: Owner,
     ) -> Result<(), MediaError> {
-        media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
+        let uses = self.uses(media, chunk)?;
+        self.set_entry(media, chunk, owner, uses.saturating_add(1))
     }
 
-    /// Increments the number of uses of a chunk. An unreadable count restarts at zero, because it
-    /// is only a hint.
-    pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
-        let count = self.wear(media, chunk)?.unwrap_or(0);
-        self.set_wear(media, chunk, count.saturating_add(1))
+    /// Returns the number of uses of a chunk. An unreadable number restarts at zero, because it is
+    /// only a hint.
+    pub(crate) fn uses(self, media: &dyn Media, chunk: ChunkId) -> Result<u32, MediaError> {
+        Ok(self.wear(media, chunk)?.map_or(0, |word| word.uses))
+    }
+
+    /// Stores both words of a chunk, which are not durable when the call returns.
+    pub(crate) fn set_entry(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+        owner: Owner,
+        uses: u32,
+    ) -> Result<(), MediaError> {
+        let at = self.entry_offset(chunk);
+        media.store_word(at, encode_owner(chunk, owner))?;
+        media.store_word(at + 8, encode_wear(chunk, WearWord { uses, owner: Some(owner) }))
+    }
+
+    /// Makes the wear word of a chunk match its owner word. A damaged owner word has no copy.
+    pub(crate) fn correct_wear(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
+        let owner = self.owner(media, chunk)?.ok();
+        let wear = WearWord { uses: self.uses(media, chunk)?, owner };
+        media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, wear))
     }
 }
 
@@ -382,8 +476,12 @@ mod tests {
             for owner in OWNERS {
                 assert_eq!(decode_owner(chunk, encode_owner(chunk, owner)), Ok(owner));
             }
-            for count in [0, 1, u32::MAX] {
-                assert_eq!(decode_wear(chunk, encode_wear(chunk, count)), Ok(count));
+            for (uses, owner) in
+                [0, 1, MAX_USES].into_iter().flat_map(|uses| OWNERS.map(|o| (uses, o)))
+            {
+                let word = encode_wear(chunk, WearWord { uses, owner: Some(owner) });
+                let owner = copy_of(owner);
+                assert_eq!(decode_wear(chunk, word), Ok(WearWord { uses, owner }));
             }
         }
     }
@@ -397,7 +495,8 @@ mod tests {
                 assert!(decode_owner(chunk, word ^ 1 << bit).is_err(), "{owner:?} bit {bit}");
             }
         }
-        let word = encode_wear(chunk, 12345);
+        let wear = WearWord { uses: 12345, owner: Some(Owner::Scrub) };
+        let word = encode_wear(chunk, wear);
         for bit in 0..64 {
             assert!(decode_wear(chunk, word ^ 1 << bit).is_err(), "wear bit {bit}");
         }
@@ -410,5 +509,51 @@ mod tests {
         assert!(decode_wear(ChunkId(5), word).is_err());
         assert!(decode_owner(ChunkId(0), 0).is_err());
         assert!(decode_wear(ChunkId(0), 0).is_err());
+    }
+
+    #[test]
+    fn uses_saturate_below_the_copy() {
+        let wear = WearWord { uses: u32::MAX, owner: Some(Owner::Free) };
+        let decoded = decode_wear(ChunkId(3), encode_wear(ChunkId(3), wear)).unwrap();
+        assert_eq!(decoded, WearWord { uses: MAX_USES, ..wear });
+    }
+
+    #[test]
+    fn copy_of_an_owner_is_exact_or_missing() {
+        let chunk = |slot, index| Owner::Volume { slot: Slot(slot), index };
+        let decoded = |owner| {
+            let word = encode_wear(ChunkId(3), WearWord { uses: 5, owner: Some(owner) });
+            decode_wear(ChunkId(3), word).unwrap().owner
+        };
+        for owner in [chunk(0, 0), chunk(1021, (1 << 20) - 1), Owner::Retired] {
+            assert_eq!((decoded(owner), copy_of(owner)), (Some(owner), Some(owner)));
+        }
+        for owner in [chunk(1022, 0), chunk(1023, 4), chunk(0, 1 << 20), chunk(u16::MAX, 5)] {
+            assert_eq!((decoded(owner), copy_of(owner)), (None, None));
+        }
+        for state in [0, STATE_VOLUME, 7, (1 << COPY_INDEX_BITS) - 1] {
+            let low = (COPY_OF_STATE << COPY_INDEX_BITS | state) << USES_BITS;
+            let word = seal_for_test(ChunkId(3), true, low);
+            assert_eq!(decode_wear(ChunkId(3), word), Err(BadWord(word)), "{state}");
+        }
+        assert!((0..1 << 17).all(|chunk| decode_wear(ChunkId(chunk), !0).is_err()));
+    }
+
+    /// The first programs count up to 2^32 and accept only words whose upper bits are zero.
+    #[test]
+    fn copy_and_counter_of_the_first_programs_are_not_confused() {
+        let chunk = ChunkId(3);
+        for uses in [0, 1, MAX_USES, MAX_USES + 1, 300_000, 1 << 20, 1 << 31, u32::MAX] {
+            let word = seal_for_test(chunk, true, u64::from(uses));
+            let expected = WearWord { uses: uses.min(MAX_USES), owner: None };
+            assert_eq!(decode_wear(chunk, word), Ok(expected));
+        }
+        for low in [1 << 32, 1 << 37, u64::MAX >> 26] {
+            assert!(decode_wear(chunk, seal_for_test(chunk, true, low)).is_err());
+        }
+        for owner in OWNERS.into_iter().filter_map(copy_of) {
+            let low = encode_wear(chunk, WearWord { uses: 0, owner: Some(owner) }) << 16 >> 16;
+            assert!(low >> OLDER_USES_BITS != 0, "{owner}");
+        }
     }
 }

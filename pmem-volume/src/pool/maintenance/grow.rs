@@ -321,8 +321,7 @@ pub(in crate::pool) fn write_table(
     }
     for chunk in (from.entries()..to.entries()).map(ChunkId) {
         let owner = if new.is_metadata(chunk) { Owner::Metadata } else { Owner::Free };
-        to.set_owner(media, chunk, owner)?;
-        to.set_wear(media, chunk, 0)?;
+        to.set_entry(media, chunk, owner, 0)?;
     }
     media.persist_range(to.byte_range(Run { start: ChunkId(0), chunks: to.entries() }))
 }

@@ -1,10 +1,10 @@
 //! Repair of a pool that does not open, or that opens with damage. The repair uses only information
 //! on the media.
 //!
-//! There are three sources of information: the other copy of a record, a damaged word that passes
-//! its checksum after one bit is flipped, and elimination after all other chunks are accounted for.
-//! The checksum makes the result of a flip unique. If none of these sources explains some damage,
-//! that damage is not changed.
+//! There are four sources of information: the other copy of a record, a damaged word that passes
+//! its checksum after one bit is flipped, the copy of a chunk's owner in its wear word, and
+//! elimination after all other chunks are accounted for. The checksum makes the result of a flip
+//! unique. If none of these sources explains some damage, that damage is not changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -25,7 +25,7 @@ use crate::pool::format::chunk::{ChunkId, Run};
 use crate::pool::format::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use crate::pool::format::mirrored::{self, Copies, Mirrored};
 use crate::pool::format::superblock::Superblock;
-use crate::pool::format::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
+use crate::pool::format::table::{ChunkTable, Entry, Owner, Slot, decode_owner, encode_owner};
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::redo_log::{self, LogState, Redone};
 use crate::pool::scan::{Scan, VolumeEntry, make_durable, scan};
@@ -386,14 +386,28 @@ fn fix_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, M
 }
 
 /// Repairs owner words. A chunk of a volume must never be treated as unused. Therefore, while a
-/// volume has a gap or may have a hidden one, only words that fill gaps are repaired. If a thin
-/// volume has a hole, a chunk with data may belong there, unless a flipped bit explains its word.
-/// The other words remain damaged, so opening refuses the pool and erases nothing. If very many
-/// words are damaged, none of them is repaired.
+/// volume has a gap or may have a hidden one, only words that fill gaps, and words of unused chunks
+/// according to their copies, are repaired. If a thin volume has a hole, a chunk with data may
+/// belong there, unless a flipped bit or its copy explains its word. The other words remain
+/// damaged, so opening refuses the pool and erases nothing. If very many words are damaged, none of
+/// them is repaired.
 pub(in crate::pool) fn fix_owners(
     media: &dyn Media,
     superblock: &Superblock,
     scan: &Scan,
+) -> Result<Vec<Fix>, MediaError> {
+    fix_owners_with(media, superblock, scan, unique_claims)
+}
+
+/// Chunks by the missing index that they are to fill.
+type Claims = BTreeMap<(Slot, u32), ChunkId>;
+
+/// Repairs owner words as [`fix_owners`] does. `choose` resolves claims to missing indexes.
+pub(in crate::pool) fn fix_owners_with(
+    media: &dyn Media,
+    superblock: &Superblock,
+    scan: &Scan,
+    choose: fn(&Suspects, &[&Gaps]) -> Claims,
 ) -> Result<Vec<Fix>, MediaError> {
     let table = ChunkTable::new(superblock);
     let mut fixes = Vec::new();
@@ -413,14 +427,14 @@ pub(in crate::pool) fn fix_owners(
         let words = vec![owner_word(superblock, chunk, owner)];
         fixes.push(Fix { description, words });
     };
-    let mut bad = BTreeMap::new();
+    let mut bad = Suspects::new();
     let mut own = Vec::new();
     for piece in table.pieces() {
         for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
             if superblock.is_metadata(chunk) {
                 own.extend(Some(chunk).filter(|_| entry.owner != Ok(Owner::Metadata)));
-            } else if let Err(word) = entry.owner {
-                bad.insert(chunk, correct_one_bit(chunk, word.0));
+            } else if let Some(suspect) = Suspect::of(chunk, entry, scan) {
+                bad.insert(chunk, suspect);
             }
         }
         if own.len() + bad.len() > MAX_OWNER_FIXES {
@@ -432,20 +446,27 @@ pub(in crate::pool) fn fix_owners(
     }
     // 1. Fill gaps and holes that a single chunk claims. If a crash keeps only some of these words,
     //    the others remain as they were.
-    let (mut gaps, holes) = (Gaps::of(scan), Gaps::holes_of(scan));
-    for ((slot, index), chunk) in unique_claims(&bad, &[&gaps, &holes]) {
-        add_fix(chunk, Owner::Volume { slot, index }, "correction of one bit makes it valid");
-        if gaps.contains(slot, index) {
-            gaps.fill(slot, index);
-        }
+    let (mut gaps, mut holes) = (Gaps::of(scan), Gaps::holes_of(scan));
+    for ((slot, index), chunk) in choose(&bad, &[&gaps, &holes]) {
+        add_fix(chunk, Owner::Volume { slot, index }, bad[&chunk].why());
+        let missing = if gaps.contains(slot, index) { &mut gaps } else { &mut holes };
+        missing.fill(slot, index);
         bad.remove(&chunk);
     }
-    // 2. Repair the remaining chunks if all others are accounted for.
+    // 2. Repair chunks that were unused according to their copies. This is correct even if volumes
+    //    lack other chunks.
+    let mut finder = ContentFinder::new();
+    bad.retain(|chunk, suspect| {
+        let unused = suspect.unused_by_copy(|| reads_as_zeros(media, *chunk, &mut finder));
+        unused.into_iter().for_each(|owner| add_fix(*chunk, owner, suspect.why()));
+        unused.is_none()
+    });
+    // 3. Repair the remaining chunks if all others are accounted for.
     let mut rest = bad.into_iter();
     match (has_no_hidden_gap(scan), gaps.count()) {
         (true, 0) => {
-            let mut finder = ContentFinder::new();
-            for (chunk, corrected) in rest {
+            for (chunk, suspect) in rest {
+                let corrected = suspect.corrected.filter(|_| suspect.owner().is_some());
                 let (owner, why) = owner_without_gaps(corrected);
                 let is_sure = owner != Owner::Scrub
                     || matches!(corrected, Some(Owner::Free | Owner::Scrub))
@@ -459,7 +480,9 @@ pub(in crate::pool) fn fix_owners(
         // The chunk of a damaged word could also belong to a hole.
         (true, 1) if holes.count() == 0 => {
             let (slot, index) = gaps.first().expect("the count is 1");
-            if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
+            if let (Some((chunk, suspect)), None) = (rest.next(), rest.next())
+                && suspect.is_unexplained()
+            {
                 let owner = Owner::Volume { slot, index };
                 add_fix(chunk, owner, "the chunk fills the only gap");
             }
@@ -467,6 +490,68 @@ pub(in crate::pool) fn fix_owners(
         _ => {}
     }
     Ok(fixes)
+}
+
+/// Chunks with damaged owner words.
+pub(in crate::pool) type Suspects = BTreeMap<ChunkId, Suspect>;
+
+/// Chunk with a damaged owner word.
+pub(in crate::pool) struct Suspect {
+    /// Owner after one bit of the word is flipped.
+    corrected: Option<Owner>,
+    /// Copy of the owner in the wear word.
+    copy: Option<Owner>,
+}
+
+impl Suspect {
+    /// Returns `None` if the owner word is whole. Words of an unfinished split may still name the
+    /// split volume.
+    fn of(chunk: ChunkId, entry: Entry, scan: &Scan) -> Option<Self> {
+        let word = entry.owner.err()?;
+        let after_split = |owner| match owner {
+            Owner::Volume { slot, index } => scan
+                .in_part(slot, index)
+                .map_or(owner, |(slot, index)| Owner::Volume { slot, index }),
+            _ => owner,
+        };
+        let copy = entry.wear.ok().and_then(|wear| wear.owner).map(after_split);
+        Some(Self { corrected: correct_one_bit(chunk, word.0).map(after_split), copy })
+    }
+
+    /// Returns the owner that the entry names. If a flipped bit and the copy contradict each other,
+    /// neither is trusted.
+    fn owner(&self) -> Option<Owner> {
+        match (self.corrected, self.copy) {
+            (Some(corrected), Some(copy)) => Some(copy).filter(|copy| *copy == corrected),
+            (corrected, copy) => corrected.or(copy),
+        }
+    }
+
+    /// Returns the new owner of a chunk that belonged to no volume according to its copy and to the
+    /// flipped bit, if there is one. A copy alone does not explain a *free* chunk with data.
+    fn unused_by_copy(&self, reads_as_zeros: impl FnOnce() -> bool) -> Option<Owner> {
+        match (self.corrected, self.copy?) {
+            (_, Owner::Volume { .. }) | (Some(Owner::Volume { .. }), _) => None,
+            (Some(Owner::Retired), _) | (None, Owner::Retired) => Some(Owner::Retired),
+            (_, Owner::Retired) => None,
+            (None, Owner::Free) => reads_as_zeros().then_some(Owner::Scrub),
+            // Each of these states means that the chunk has to be erased.
+            (_, Owner::Free | Owner::Metadata | Owner::Memory | Owner::Scrub) => Some(Owner::Scrub),
+        }
+    }
+
+    /// Returns true if the entry names no owner.
+    fn is_unexplained(&self) -> bool {
+        self.corrected.is_none() && self.copy.is_none()
+    }
+
+    /// Reason for choosing the named owner.
+    fn why(&self) -> &'static str {
+        match self.corrected {
+            Some(_) => "correction of one bit makes it valid",
+            None => "the wear word contains a copy of the owner",
+        }
+    }
 }
 
 /// Returns true if a chunk is readable and contains only zeros. An unreadable chunk may contain
@@ -503,26 +588,42 @@ fn owner_without_gaps(corrected: Option<Owner>) -> (Owner, &'static str) {
     }
 }
 
-/// Returns the missing indexes that exactly one chunk claims.
-fn unique_claims(
-    bad: &BTreeMap<ChunkId, Option<Owner>>,
-    gaps: &[&Gaps],
-) -> BTreeMap<(Slot, u32), ChunkId> {
+/// Returns the missing indexes that exactly one chunk claims. A flipped bit and a copy that
+/// contradict each other prevent other claims, but are none.
+fn unique_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
+    let claims = all_claims(bad, gaps).into_iter();
+    let sole = |((slot, index), chunks): ((Slot, u32), Vec<ChunkId>)| {
+        let is_claimed = bad[&chunks[0]].owner() == Some(Owner::Volume { slot, index });
+        (chunks.len() == 1 && is_claimed).then_some(((slot, index), chunks[0]))
+    };
+    claims.filter_map(sole).collect()
+}
+
+/// Wrong variant for tests: the first claim to each index counts.
+#[cfg(test)]
+pub(in crate::pool) fn first_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
+    all_claims(bad, gaps).into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
+}
+
+/// Returns the chunks whose flipped bit or copy names each missing index.
+fn all_claims(bad: &Suspects, gaps: &[&Gaps]) -> BTreeMap<(Slot, u32), Vec<ChunkId>> {
     let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
-    for (chunk, corrected) in bad {
-        if let Some(Owner::Volume { slot, index }) = corrected
-            && gaps.iter().any(|gaps| gaps.contains(*slot, *index))
-        {
-            claims.entry((*slot, *index)).or_default().push(*chunk);
+    for (chunk, suspect) in bad {
+        for owner in [suspect.corrected, suspect.copy].into_iter().flatten() {
+            let Owner::Volume { slot, index } = owner else { continue };
+            if gaps.iter().any(|gaps| gaps.contains(slot, index)) {
+                let chunks = claims.entry((slot, index)).or_default();
+                chunks.retain(|other| other != chunk);
+                chunks.push(*chunk);
+            }
         }
     }
-    claims.retain(|_, chunks| chunks.len() == 1);
-    claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
+    claims
 }
 
 /// Missing indexes of volumes. They are stored as ranges, because an untrusted record may claim any
 /// number of chunks.
-struct Gaps {
+pub(in crate::pool) struct Gaps {
     ranges: BTreeMap<Slot, Vec<Range<u32>>>,
     filled: BTreeSet<(Slot, u32)>,
 }
@@ -626,7 +727,9 @@ pub(in crate::pool) fn fix_free_chunks(
     Ok((Some(Fix { description, words }), vec![]))
 }
 
-/// Returns the offset and the new value of an owner word.
+/// Returns the offset and the new value of an owner word. Its copy is not changed, because a crash
+/// could leave a new copy beside the damaged word, which would then contradict it. Open corrects
+/// copies.
 fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
     let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
     (at, encode_owner(chunk, owner))

@@ -53,7 +53,7 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         flip(records[1] + 64, 1 << 9);
         flip(entry(1), 1);
     };
-    // One more owner word has a single wrong bit. Another is zero, and only the record explains it.
+    // One more owner word has a single wrong bit. Another is zero, and its copy explains it.
     let gap = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
@@ -65,7 +65,8 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         ))),
         4
     );
-    // Owner words of unused chunks are repaired only after the gap is filled.
+    // Owner words of unused chunks are repaired only after the gap is filled, except if their
+    // copies explain them.
     let unowned = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(4), 1 << 17);
@@ -118,9 +119,10 @@ fn damage_something(media: &Simulator, random: &mut Random) {
         let bit = 1 << random.below(64);
         let chunk = random.below(u64::from(CHUNKS)) as u32;
         let record = VOLUME_TABLE_OFFSETS[random.below(2) as usize] + random.below(3) * 256;
-        match random.below(8) {
-            0..=2 => flip(entry(chunk), bit),
-            3 => media.store_word(entry(chunk), 0).unwrap(),
+        match random.below(9) {
+            0 | 1 => flip(entry(chunk), bit),
+            2 => media.store_word(entry(chunk), 0).unwrap(),
+            3 | 8 => media.store(entry(chunk), &[0; 16]).unwrap(),
             4 => flip(entry(chunk) + 8, bit),
             5 | 6 => flip(record + random.below(32) * 8, bit),
             _ => flip(LOG_OFFSET + random.below(2) * 24, bit),
@@ -150,8 +152,11 @@ fn crash_in_a_repair_of_random_damage_does_not_change_the_outcome() {
         let mut random = Random::new(seed);
         let (media, pool) = new_pool_of(CHUNKS, |_| {});
         for (name, chunks) in [("v", 3), ("w", 2)] {
-            let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
-            pool.create_volume(name, size, VolumeFormat::Raw).unwrap();
+            let options = VolumeOptions {
+                thin: name == "v" && seed % 2 == 0,
+                ..VolumeOptions::thick(chunks * CHUNK_BYTES, VolumeFormat::Raw)
+            };
+            pool.create_volume_with(name, options).unwrap();
             fill_volume(&media, &pool, name);
         }
         let superblock = pool.superblock();

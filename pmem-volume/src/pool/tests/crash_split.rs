@@ -3,15 +3,17 @@
 use std::collections::BTreeMap;
 
 use super::crash::{
-    Replay, Volumes, fill_blocks, new_pool_of, open, open_for, verify_each, verify_fresh,
+    Replay, Volumes, fill_blocks, new_pool_of, open, open_for, places, verify_each, verify_fresh,
     verify_space, volumes_of,
 };
+use super::repair::entry;
 use super::*;
 use crate::btt::{self, Engine};
 use crate::media::Media;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::SplitContent;
 use crate::pool::format::table::Slot;
+use crate::pool::maintenance::repair::fix_metadata;
 use crate::pool::volume::split::{
     batches, finish, finish_records, format_parts, store_part_owners, unformatted_runs,
 };
@@ -426,6 +428,35 @@ fn unfinished_split_is_a_note_instead_of_damage() {
     assert!(pool.check().unwrap().is_clean());
     let engine = Engine::open(pool.open_volume("b").unwrap()).unwrap();
     engine.write(5, &[7; 4096]).unwrap();
+}
+
+/// The copy still names the split volume, which no longer has the index.
+#[test]
+fn lost_owner_word_of_an_unfinished_split_is_repaired() {
+    for thin in [true, false] {
+        let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
+        let size = VolumeSize::Bytes(6 * CHUNK_BYTES);
+        let (format, reserve_bytes) = (VolumeFormat::Raw, None);
+        pool.create_volume_with("v", VolumeOptions { size, format, thin, reserve_bytes }).unwrap();
+        let volume = pool.open_volume("v").unwrap();
+        [0, 4].iter().for_each(|index| {
+            volume.store_word(index * CHUNK_BYTES, mark(*index)).unwrap();
+        });
+        volume.persist_range(0..6 * CHUNK_BYTES).unwrap();
+        let marked = places(&volume).into_iter().filter(|(index, _)| [0, 4].contains(index));
+        let words: Vec<_> = marked.map(|(_, chunk)| entry(chunk.0)).collect();
+        drop(volume);
+        let records = plan(&pool, Slot(0), &raw_parts());
+        commit(&media, &pool, &records);
+        let superblock = pool.superblock();
+        drop(pool);
+        words.iter().for_each(|at| media.store_word(*at, 0).unwrap());
+        assert!(matches!(open(&media), Err(PoolError::Damaged { .. })));
+        assert_eq!(fix_metadata(&media, &superblock, false).unwrap().len(), 2);
+        let pool = open(&media).unwrap();
+        assert_eq!(words_of(&pool, "v").unwrap(), [mark(0)]);
+        assert_eq!(words_of(&pool, "c").unwrap(), [mark(4), 0]);
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 
 use super::*;
 use crate::btt;
-use crate::pool::format::table::{Owner, Slot, encode_owner, encode_wear};
+use crate::pool::format::table::{Owner, Slot, WearWord, encode_owner, encode_wear};
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
@@ -293,7 +293,7 @@ fn wear_leveling_continues_after_an_open() {
     }
     let table = ChunkTable::new(&pool.superblock());
     let wear: Vec<_> =
-        (2..32).map(|chunk| table.wear(pool.media(), ChunkId(chunk)).unwrap().unwrap()).collect();
+        (2..32).map(|chunk| table.uses(pool.media(), ChunkId(chunk)).unwrap()).collect();
     assert_eq!(wear.iter().sum::<u32>(), 10_000);
     let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
     // The average is 333. Without wear leveling, a single chunk would have all uses.
@@ -316,8 +316,12 @@ fn wear_count_increases_with_every_use() {
         let at = entry(chunk) as usize + 8;
         u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
     };
-    assert_eq!(wear(1), encode_wear(ChunkId(1), 0));
-    assert!((2..32).all(|chunk| wear(chunk) == encode_wear(ChunkId(chunk), 4)));
+    let used = |chunk: u32, uses, owner| {
+        encode_wear(ChunkId(chunk), WearWord { uses, owner: Some(owner) })
+    };
+    assert_eq!(wear(1), used(1, 0, Owner::Metadata));
+    let owner = |chunk| Owner::Volume { slot: Slot(0), index: chunk - 2 };
+    assert!((2..32).all(|chunk| wear(chunk) == used(chunk, 4, owner(chunk))));
 }
 
 #[test]

@@ -85,7 +85,7 @@ fn discard_of_a_damaged_volume_recovers_the_pool() {
 #[test]
 fn unexplained_words_are_unused_after_the_volume_is_discarded() {
     let fixture = with_volumes();
-    [11, 12, 20].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
+    [11, 12, 20].iter().for_each(|chunk| fixture.lose_owner(*chunk));
     assert_eq!(Pool::repair(&fixture.path(), false).unwrap().mended, [""; 0]);
     let dry = discard(&fixture, "raw", true).unwrap();
     let done = discard(&fixture, "raw", false).unwrap();

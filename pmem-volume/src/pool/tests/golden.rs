@@ -12,7 +12,7 @@ use super::*;
 use crate::btt;
 use crate::media::MemoryMedia;
 use crate::pool::format::superblock::Superblock;
-use crate::pool::format::table::{Owner, Slot};
+use crate::pool::format::table::{Owner, Slot, WearWord, decode_wear, encode_wear};
 use crate::pool::format::volume_record::VolumeRecord;
 use crate::pool::layout::SuperblockBytes;
 use crate::test_image::{from_text, to_text};
@@ -22,6 +22,9 @@ const GOLDEN_THIN: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin.golden");
 const GOLDEN_RESERVE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-reserve.golden");
+/// Written by a program that kept no copies of owners.
+const GOLDEN_OLDER: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin-older.golden");
 const POOL_BYTES: u64 = 32 * MIB;
 
 fn superblock_of(has_thin_volumes: bool) -> Superblock {
@@ -59,8 +62,7 @@ fn write_pool(
     create::write_empty_pool(media, superblock).unwrap();
     let table = ChunkTable::new(superblock);
     for (chunk, owner) in owners {
-        table.set_owner(media, ChunkId(chunk), owner).unwrap();
-        table.set_wear(media, ChunkId(chunk), chunk * 100).unwrap();
+        table.set_entry(media, ChunkId(chunk), owner, chunk * 100).unwrap();
     }
     for record in records {
         mirrored::write(media, superblock.volume_record_offsets(record.slot), &record.to_bytes())
@@ -125,16 +127,40 @@ fn this_version_writes_the_golden_images() {
     }
 }
 
+fn read_image(path: &str) -> Vec<u8> {
+    from_text(&fs::read_to_string(path).unwrap(), POOL_BYTES)
+}
+
 /// The first programs with thin volumes guaranteed their whole size.
 #[test]
 fn this_version_reads_the_golden_images_of_thin_volumes() {
-    read_golden_of_thin(GOLDEN_THIN, [18 * MIB, 6 * MIB]);
-    read_golden_of_thin(GOLDEN_RESERVE, [12 * MIB, 0]);
+    read_golden_of_thin(&read_image(GOLDEN_THIN), [18 * MIB, 6 * MIB]);
+    read_golden_of_thin(&read_image(GOLDEN_OLDER), [18 * MIB, 6 * MIB]);
+    read_golden_of_thin(&read_image(GOLDEN_RESERVE), [12 * MIB, 0]);
 }
 
-fn read_golden_of_thin(path: &str, reserves: [u64; 2]) {
-    let bytes = from_text(&fs::read_to_string(path).unwrap(), POOL_BYTES);
-    let pool = open_golden(&bytes, &superblock_of(true), OpenMode::ReadWrite);
+#[test]
+fn words_without_copies_are_those_of_the_first_programs() {
+    assert!(without_copies(&read_image(GOLDEN_THIN)) == read_image(GOLDEN_OLDER));
+}
+
+/// Returns the pool as the first programs for version 1 wrote it, without copies of owners.
+fn without_copies(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    let entries = ChunkTable::new(&superblock_of(false));
+    for chunk in (0..entries.entries()).map(ChunkId) {
+        let at = entries.byte_range(Run { start: chunk, chunks: 1 }).start as usize + 8;
+        let word = u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        let wear = decode_wear(chunk, word).unwrap();
+        assert!(wear.owner.is_some());
+        let older = encode_wear(chunk, WearWord { owner: None, ..wear });
+        bytes[at..at + 8].copy_from_slice(&older.to_le_bytes());
+    }
+    bytes
+}
+
+fn read_golden_of_thin(bytes: &[u8], reserves: [u64; 2]) {
+    let pool = open_golden(bytes, &superblock_of(true), OpenMode::ReadWrite);
     assert_eq!(pool.findings_at_open(), []);
     let volumes: Vec<_> = pool
         .volumes()
@@ -160,7 +186,9 @@ fn read_golden_of_thin(path: &str, reserves: [u64; 2]) {
 
 #[test]
 fn this_version_reads_the_golden_image_and_an_older_one() {
-    let mut bytes = from_text(&fs::read_to_string(GOLDEN).unwrap(), POOL_BYTES);
+    let mut bytes = read_image(GOLDEN);
+    read_golden(&bytes);
+    bytes = without_copies(&bytes);
     read_golden(&bytes);
     // The first programs for version 1 wrote no MBR.
     for at in crate::pool::layout::SUPERBLOCK_OFFSETS {

@@ -8,6 +8,7 @@ mod crash;
 mod crash_each;
 mod crash_grow;
 mod crash_kill;
+mod crash_lost_words;
 mod crash_random;
 mod crash_repair;
 mod crash_resize;
@@ -100,6 +101,23 @@ impl Fixture {
     fn overwrite(&self, offset_bytes: u64, bytes: &[u8]) {
         let file = OpenOptions::new().write(true).open(self.path()).unwrap();
         file.write_all_at(bytes, offset_bytes).unwrap();
+    }
+
+    /// Removes the copy of the owner from a wear word. The first programs wrote none.
+    fn remove_copy(&self, chunk: u32) {
+        let at = repair::entry(chunk) + 8;
+        let file = fs::File::open(self.path()).unwrap();
+        let mut word = [0; 8];
+        file.read_exact_at(&mut word, at).unwrap();
+        let wear = table::decode_wear(ChunkId(chunk), u64::from_le_bytes(word)).unwrap();
+        let without = table::WearWord { owner: None, ..wear };
+        self.overwrite(at, &table::encode_wear(ChunkId(chunk), without).to_le_bytes());
+    }
+
+    /// Destroys an owner word and removes its copy.
+    fn lose_owner(&self, chunk: u32) {
+        self.overwrite(repair::entry(chunk), &[0; 8]);
+        self.remove_copy(chunk);
     }
 
     fn flip(&self, offset_bytes: u64, bit: u8) {

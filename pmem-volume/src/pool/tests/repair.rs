@@ -88,7 +88,7 @@ fn chunk_whose_repaired_word_is_free_is_erased() {
 
 #[test]
 fn lost_owner_word_is_repaired_by_elimination_or_stays() {
-    let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
+    let zero = Fixture::lose_owner;
     assert_repaired("of a volume", |f| zero(f, 12), "the only gap");
     assert_repaired("of a free chunk", |f| zero(f, 20), "no volume lacks a chunk");
     assert_repaired(
@@ -121,7 +121,10 @@ fn lost_owner_word_is_repaired_by_elimination_or_stays() {
         table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
     assert_repaired(
         "a second claim",
-        |f| f.overwrite(entry(20), &twice.to_le_bytes()),
+        |f| {
+            f.overwrite(entry(20), &twice.to_le_bytes());
+            f.remove_copy(20);
+        },
         "no volume lacks a chunk",
     );
 }
@@ -176,11 +179,11 @@ fn zeroed_word_one_bit_away_from_a_valid_one_is_not_repaired() {
         bytes.iter().all(|byte| *byte == 0x42)
     };
     let good = fixture.image();
-    fixture.overwrite(entry(far.0), &[0; 8]);
+    fixture.lose_owner(far.0);
     let report = repair(&fixture, false);
     assert!(report.mended.iter().any(|text| text.contains("the only gap")), "{report:?}");
     assert!(good == fixture.image() && content_is_there(), "{report:?}");
-    [2, far.0].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
+    [2, far.0].iter().for_each(|chunk| fixture.lose_owner(*chunk));
     let damaged = fixture.image();
     for dry_run in [true, false] {
         let report = repair(&fixture, dry_run);
@@ -199,8 +202,9 @@ fn only_words_that_fill_gaps_are_trusted_while_a_gap_is_left() {
     let one_bit_off = |f: &Fixture, chunk: u32, owner| {
         let word = table::encode_owner(ChunkId(chunk), owner) ^ 1 << 5;
         f.overwrite(entry(chunk), &word.to_le_bytes());
+        f.remove_copy(chunk);
     };
-    let zero = |f: &Fixture, chunk| f.overwrite(entry(chunk), &[0; 8]);
+    let zero = Fixture::lose_owner;
     for owner in [Owner::Free, Owner::Scrub, Owner::Memory, Owner::Metadata, Owner::Retired] {
         let words = "owner word of chunk C12";
         assert_unrepaired(
@@ -245,7 +249,7 @@ fn halves_of_a_record_are_merged_and_a_lost_word_stays() {
     // Without the record, the owner of the chunk cannot be determined.
     let more = |f: &Fixture| {
         both(f);
-        f.overwrite(entry(12), &[0; 8]);
+        f.lose_owner(12);
     };
     assert_repaired("the record and a chunk", more, "the only gap");
     assert_unrepaired(

@@ -6,7 +6,8 @@ use super::repair::entry;
 use super::*;
 use crate::media::MediaError;
 use crate::pool::format::table::{Owner, Slot, encode_owner};
-use crate::pool::maintenance::repair::fix_tables;
+use crate::pool::maintenance::repair::{first_claims, fix_owners_with, fix_tables};
+use crate::pool::scan::scan;
 
 /// Pool with a thin raw volume `thin` of 5 chunks, which has data at the indexes 1 and 3, in chunks
 /// 2 and 3, and with a thick volume `full` in chunk 4.
@@ -45,10 +46,6 @@ fn repair(fixture: &Fixture, give_up: Option<&str>) -> RepairReport {
     report
 }
 
-fn destroy_owner(fixture: &Fixture, chunk: u32) {
-    fixture.overwrite(entry(chunk), &[0; 8]);
-}
-
 fn write_chunk(fixture: &Fixture, chunk: u32) {
     fixture.overwrite(u64::from(chunk) * CHUNK_BYTES + 4096, &[9; 8]);
 }
@@ -67,10 +64,222 @@ fn flipped_bit_in_the_owner_word_of_a_thin_volume_is_repaired() {
     }
 }
 
+/// Stores both words of an entry.
+fn set_entry(fixture: &Fixture, chunk: u32, owner: Owner) {
+    let pool = fixture.open();
+    pool.table().set_entry(pool.media(), ChunkId(chunk), owner, 1).unwrap();
+}
+
+/// Destroys an owner word, but not its copy.
+fn zero_owner(fixture: &Fixture, chunk: u32) {
+    fixture.overwrite(entry(chunk), &[0; 8]);
+}
+
+#[test]
+fn lost_owner_words_of_a_thin_volume_are_repaired_from_their_copies() {
+    for lost in [0, !0, 0x0123_4567_89ab_cdef_u64] {
+        let fixture = with_thin_volume();
+        let good = fixture.image();
+        [2, 3, 4, 9].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &lost.to_le_bytes()));
+        let report = repair(&fixture, None);
+        assert_eq!(report.left, [""; 0], "{report:?}");
+        assert_eq!(report.incomplete_volumes, [""; 0]);
+        assert!(report.mended[1].contains("a copy of the owner: chunk 3 of volume thin"));
+        assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+        assert!(good == fixture.image());
+    }
+}
+
+#[test]
+fn unused_chunk_with_data_is_recognized_by_its_copy() {
+    for (owner, erased_chunks) in
+        [(Owner::Scrub, 1), (Owner::Memory, 1), (Owner::Metadata, 1), (Owner::Retired, 0)]
+    {
+        let fixture = with_thin_volume();
+        set_entry(&fixture, 9, owner);
+        write_chunk(&fixture, 9);
+        zero_owner(&fixture, 9);
+        let report = repair(&fixture, None);
+        assert_eq!(report.left, [""; 0], "{owner:?}: {report:?}");
+        assert_eq!(fixture.check().pool, []);
+        let info = fixture.open().info();
+        assert_eq!(info.retired_bytes, (1 - erased_chunks) * CHUNK_BYTES);
+        assert_eq!(info.free_bytes, (16 + erased_chunks) * CHUNK_BYTES);
+    }
+}
+
+/// Its flipped bit names another owner, so it may have the index or not.
+#[test]
+fn contradictory_claim_prevents_another() {
+    let fixture = with_thin_volume();
+    let third = Owner::Volume { slot: Slot(0), index: 3 };
+    set_entry(&fixture, 9, third);
+    let word = encode_owner(ChunkId(9), Owner::Memory) ^ 1 << 50;
+    fixture.overwrite(entry(9), &word.to_le_bytes());
+    write_chunk(&fixture, 9);
+    zero_owner(&fixture, 3);
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!((report.mended.len(), report.left.len()), (0, 2), "{report:?}");
+    assert!(damaged == fixture.image());
+}
+
+#[test]
+fn retired_chunk_with_a_flipped_bit_stays_retired() {
+    let fixture = Fixture::new();
+    drop(fixture.create(44 * MIB, 0));
+    // A repair has stored only the owner.
+    let word = encode_owner(ChunkId(9), Owner::Retired) ^ 1 << 50;
+    fixture.overwrite(entry(9), &word.to_le_bytes());
+    assert_eq!(repair(&fixture, None).left, [""; 0]);
+    assert_eq!(fixture.open().info().retired_bytes, CHUNK_BYTES);
+}
+
+/// Expects a repair to change nothing, and the wrong variant to restore other data than was lost.
+fn assert_not_guessed(fixture: &Fixture) {
+    let damaged = fixture.image();
+    let report = repair(fixture, None);
+    assert_eq!(report.mended, [""; 0]);
+    assert!(damaged == fixture.image());
+    let error = fixture.open_error(OpenMode::ReadWrite);
+    assert!(matches!(error, PoolError::Damaged { .. }), "{error}");
+    let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let (media, superblock) = (reader.media(), reader.superblock());
+    let found = scan(media, &superblock).unwrap();
+    let fixes = fix_owners_with(media, &superblock, &found, first_claims).unwrap();
+    drop(reader);
+    assert!(!fixes.is_empty());
+    for (at, word) in fixes.iter().flat_map(|fix| &fix.words) {
+        fixture.overwrite(*at, &word.to_le_bytes());
+    }
+    let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let guessed = reader.open_damaged_volume("thin").unwrap();
+    assert_ne!(guessed.load_word(3 * CHUNK_BYTES).ok(), Some(7), "the guess is right");
+}
+
+#[test]
+fn index_that_two_chunks_claim_is_not_restored() {
+    let fixture = with_thin_volume();
+    // The copy of chunk 2 also names index 3. The old data of the chunk must not appear there.
+    let third = Owner::Volume { slot: Slot(0), index: 3 };
+    set_entry(&fixture, 2, third);
+    fixture.overwrite(2 * CHUNK_BYTES, &[8; 8]);
+    [2, 3].iter().for_each(|chunk| zero_owner(&fixture, *chunk));
+    assert_not_guessed(&fixture);
+}
+
+/// Neither of the chunks may appear in another volume once their volume is given up.
+#[test]
+fn chunks_of_a_volume_that_is_given_up_are_erased() {
+    let fixture = with_thin_volume();
+    set_entry(&fixture, 2, Owner::Volume { slot: Slot(0), index: 3 });
+    [2, 3].iter().for_each(|chunk| zero_owner(&fixture, *chunk));
+    let options = VolumeOptions {
+        size: VolumeSize::Bytes(1 << 41),
+        format: VolumeFormat::Raw,
+        thin: true,
+        reserve_bytes: Some(0),
+    };
+    assert_eq!(repair(&fixture, None).left.len(), 2);
+    let report = repair(&fixture, Some("thin"));
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    let pool = fixture.open();
+    assert_eq!(pool.info().free_bytes, 19 * CHUNK_BYTES);
+    for chunk in [2, 3] {
+        assert_eq!(pool.media().load_word(ChunkId(chunk).offset_bytes()).unwrap(), 0);
+    }
+    pool.create_volume_with("other", options).unwrap();
+    assert_eq!(pool.open_volume("other").unwrap().allocated_bytes(), 0);
+}
+
+/// Its volume is deleted, or has shrunk, or another chunk has the index. A wrong copy would say the
+/// same, so a chunk with data may be that of a hole.
+#[test]
+fn chunk_that_no_volume_lacks_is_erased_only_if_it_reads_as_zeros() {
+    for (slot, index) in [(7, 2), (0, 5), (0, 1)] {
+        for has_data in [true, false] {
+            let fixture = with_thin_volume();
+            set_entry(&fixture, 9, Owner::Volume { slot: Slot(slot), index });
+            if has_data {
+                write_chunk(&fixture, 9);
+            }
+            zero_owner(&fixture, 9);
+            let report = repair(&fixture, None);
+            assert_eq!(report.left.len(), usize::from(has_data), "{report:?}");
+            if !has_data {
+                assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+                assert_eq!(fixture.open().info().free_bytes, 17 * CHUNK_BYTES);
+            }
+        }
+    }
+}
+
+#[test]
+fn free_chunk_with_data_and_a_lost_word_may_belong_to_a_hole() {
+    let fixture = with_thin_volume();
+    write_chunk(&fixture, 9);
+    zero_owner(&fixture, 9);
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!((report.mended.len(), report.left.len()), (0, 1), "{report:?}");
+    assert!(damaged == fixture.image());
+}
+
+#[test]
+fn word_with_a_flipped_bit_and_its_copy_may_name_different_unused_states() {
+    let fixture = with_thin_volume();
+    set_entry(&fixture, 9, Owner::Memory);
+    write_chunk(&fixture, 9);
+    let word = encode_owner(ChunkId(9), Owner::Scrub) ^ 1 << 50;
+    fixture.overwrite(entry(9), &word.to_le_bytes());
+    let report = repair(&fixture, None);
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    assert_eq!(fixture.open().info().free_bytes, 17 * CHUNK_BYTES);
+}
+
+/// Another repair would otherwise find that no volume has a hole.
+#[test]
+fn chunk_is_erased_in_the_repair_that_fills_the_last_hole() {
+    let fixture = with_thin_volume();
+    fixture.open().open_volume("thin").unwrap().provision(0..10 * MIB).unwrap();
+    zero_owner(&fixture, 3);
+    fixture.lose_owner(15);
+    write_chunk(&fixture, 15);
+    let report = repair(&fixture, None);
+    assert_eq!(report.left, [""; 0], "{report:?}");
+    assert!(report.mended[1].contains("no volume lacks a chunk"), "{report:?}");
+    assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
+}
+
+#[test]
+fn chunk_of_a_volume_with_a_lost_record_stays() {
+    let fixture = with_thin_volume();
+    let pool = fixture.open();
+    let records = pool.superblock().volume_record_offsets(Slot(0));
+    drop(pool);
+    records.iter().for_each(|at| fixture.overwrite(*at, &[0xee; 256]));
+    zero_owner(&fixture, 3);
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!(report.mended, [""; 0], "{report:?}");
+    assert!(damaged == fixture.image());
+}
+
+#[test]
+fn word_whose_flipped_bit_contradicts_its_copy_is_not_repaired() {
+    let fixture = with_thin_volume();
+    let word = encode_owner(ChunkId(3), Owner::Scrub) ^ 1 << 50;
+    fixture.overwrite(entry(3), &word.to_le_bytes());
+    let damaged = fixture.image();
+    let report = repair(&fixture, None);
+    assert_eq!((report.mended.len(), report.left.len()), (0, 1), "{report:?}");
+    assert!(damaged == fixture.image());
+}
+
 #[test]
 fn chunk_with_data_may_belong_to_a_hole_until_the_volume_is_given_up() {
     let fixture = with_thin_volume();
-    destroy_owner(&fixture, 3);
+    fixture.lose_owner(3);
     let damaged = fixture.image();
     let report = repair(&fixture, None);
     assert_eq!((report.mended.len(), report.left.len()), (0, 1), "{report:?}");
@@ -118,7 +327,7 @@ fn only_gap_is_not_filled_while_a_thin_volume_has_a_hole() {
     let fixture = with_thin_volume();
     let lost = encode_owner(ChunkId(4), Owner::Free);
     fixture.overwrite(entry(4), &lost.to_le_bytes());
-    destroy_owner(&fixture, 3);
+    fixture.lose_owner(3);
     let damaged = fixture.image();
     let report = repair(&fixture, None);
     assert_eq!((report.mended.len(), report.left.len()), (0, 2), "{report:?}");
@@ -129,7 +338,7 @@ fn only_gap_is_not_filled_while_a_thin_volume_has_a_hole() {
 #[test]
 fn chunk_of_zeros_with_a_damaged_owner_word_is_erased() {
     let fixture = with_thin_volume();
-    destroy_owner(&fixture, 9);
+    fixture.lose_owner(9);
     let report = repair(&fixture, None);
     assert_eq!(report.left, [""; 0], "{report:?}");
     assert_eq!(words(&fixture.open().open_volume("thin").unwrap()), [0, 7, 0, 7, 0]);
@@ -140,6 +349,7 @@ fn flipped_bit_in_the_owner_word_of_an_unused_chunk_with_data_is_repaired() {
     let fixture = with_thin_volume();
     let word = encode_owner(ChunkId(9), Owner::Scrub) ^ 1 << 50;
     fixture.overwrite(entry(9), &word.to_le_bytes());
+    fixture.remove_copy(9);
     write_chunk(&fixture, 9);
     let report = repair(&fixture, None);
     assert_eq!(report.left, [""; 0], "{report:?}");
@@ -213,7 +423,7 @@ fn with_unreadable_media(thin: bool) -> (Hooked, Superblock, Vec<ChunkId>) {
 #[test]
 fn unreadable_chunk_does_not_prevent_other_repairs() {
     let (media, superblock, chunks) = with_unreadable_media(true);
-    media.store_word(entry(chunks[1].0), 0).unwrap();
+    media.store(entry(chunks[1].0), &[0; 16]).unwrap();
     media.store_word(entry(1), 0).unwrap();
     media.set_bad(Some(chunks[1].offset_bytes()..chunks[1].offset_bytes() + CHUNK_BYTES));
     let mut mended = vec![];
@@ -261,7 +471,7 @@ fn part_without_a_chunk_for_its_metadata_can_be_given_up() {
     redo_log::commit(&media, &pool.superblock(), &words).unwrap();
     let superblock = pool.superblock();
     drop(pool);
-    media.store_word(entry(chunk.0), 0).unwrap();
+    media.store(entry(chunk.0), &[0; 16]).unwrap();
     let fix = |give_up| fix_tables(&media, &superblock, give_up, false, &mut vec![]).map(drop);
     fix(None).unwrap();
     let error = open(&media).unwrap_err();
