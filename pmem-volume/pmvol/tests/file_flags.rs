@@ -8,7 +8,6 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 
 use pmem_volume::Pool;
-use pmem_volume::pool::formats;
 use shell::Folder;
 
 const PAGE: &str = include_str!("../../../docs/reference/consoles.md");
@@ -36,29 +35,6 @@ fn page_rows_of_pmvol_match_these_tests() {
             "| `pmvol btt export --to` | replaced with `--force` | without `--force`; pools always |",
         ]
     );
-}
-
-#[test]
-fn page_lists_the_recognized_formats() {
-    let without_article = |name: &'static str| {
-        ["an ", "a ", "the "].iter().find_map(|article| name.strip_prefix(article)).unwrap_or(name)
-    };
-    let (mut file_systems, mut others) = (Vec::new(), Vec::new());
-    for name in formats::all_formats().map(|format| without_article(format.name())) {
-        let file_system = name.strip_suffix(" file system").filter(|name| !name.contains(" of "));
-        let names = if file_system.is_some() { &mut file_systems } else { &mut others };
-        let name = file_system.unwrap_or(name);
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    let list = |start: &str| {
-        let (_, list) = PAGE.split_once(start).expect("the list");
-        let (list, _) = list.split_once(".\n").expect("its end");
-        list.replace('\n', " ")
-    };
-    assert_eq!(list("\nRecognized file systems: "), file_systems.join(", "));
-    assert_eq!(list("\nOther recognized formats: "), others.join(", "));
 }
 
 fn with_file(folder: &Folder, offset: u64, bytes: &[u8]) -> Vec<u8> {
