@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tools::wait::wait_until;
+use rustix::process::geteuid;
 use serde_json::Value;
 
 use crate::guest::program;
@@ -45,8 +46,10 @@ impl Pool {
         Self { path: path.to_owned() }
     }
 
+    /// Creates a volume that tests may attach by any interface.
     pub fn create_volume(&self, name: &str, size: &str) -> Result<()> {
-        pmvol(&["volume", "create", &self.name(), name, "--size", size]).map(drop)
+        let allocation = if maps_thin_volumes() { "--thin" } else { "--thick" };
+        pmvol(&["volume", "create", &self.name(), name, "--size", size, allocation]).map(drop)
     }
 
     pub fn path(&self) -> &Path {
@@ -82,6 +85,16 @@ impl Pool {
         // st_blocks is in units of 512 bytes, whatever the block size of the file system (stat(2)).
         Ok(fs::metadata(&self.path)?.blocks() * 512)
     }
+}
+
+/// Keys of `--pm-volume` that create a volume that tests may attach by any interface.
+pub fn create_keys() -> &'static str {
+    if maps_thin_volumes() { "create=on" } else { "create=on,thin=off" }
+}
+
+/// Returns false for an ordinary user, who cannot open `/dev/userfaultfd`.
+fn maps_thin_volumes() -> bool {
+    geteuid().is_root()
 }
 
 /// Runs `pmvol` and returns its output. A non-zero exit code is an error.

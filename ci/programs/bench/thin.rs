@@ -21,7 +21,7 @@ pub(crate) fn measure(samples: &mut Samples) -> Result<()> {
             times(&Vmm::Foreshore, Disk::Volume(volume), effort)
         };
         // The first run is discarded, so all chunks that later writes use exist.
-        let (thick, thin) = (times_with(&[])?, times_with(&["--thin"])?);
+        let (thick, thin) = (times_with(&["--thick"])?, times_with(&["--thin"])?);
         for (row, (thin, thick)) in rows.into_iter().zip(thin.into_iter().zip(thick)) {
             samples.add(row, FORESHORE, thin / thick);
         }

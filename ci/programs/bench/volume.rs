@@ -104,7 +104,7 @@ pub(crate) fn times(vmm: &Vmm, disk: Disk, effort: Effort) -> Result<[f64; 2]> {
 }
 
 pub(crate) fn make_pool(dir: &Path) -> Result<PathBuf> {
-    make_pool_with(dir, &[])
+    make_pool_with(dir, &["--thick"])
 }
 
 /// Creates a pool with a volume. `options` are those of `pmvol volume create`.

@@ -24,7 +24,7 @@ pub(crate) fn show(pool: &Pool, metrics: &str) -> Result<()> {
     pmvol(&["volume", "delete", &pool.name(), "data", "--force"])?;
     let memory = format!("pool={},size={ZONE_MIB}M,spill=1G", pool.name());
     // Discards of the guest give space back.
-    let keys = "create=on,thin=on,interface=virtio-blk";
+    let keys = "create=on,interface=virtio-blk";
     let volume = format!("pool={},name=thin,size={VOLUME_MIB}M,{keys}", pool.name());
     let guest = hybrid_guest(&memory, BOUNDARY, metrics)
         .pm_volume(&volume)

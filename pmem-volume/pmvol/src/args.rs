@@ -236,8 +236,8 @@ Examples:
   pmvol volume create /pm/pool data --size 8G
   pmvol volume create /pm/pool dax --size 2G --format raw
   pmvol volume create /pm/pool rest --size remaining
-  pmvol volume create /pm/pool logs --size 64G --thin
-  pmvol volume create /pm/pool logs --size 64G --thin --reserve 8G   only 8G are guaranteed
+  pmvol volume create /pm/pool logs --size 64G --reserve 8G   only 8G are guaranteed
+  pmvol volume create /pm/pool fast --size 8G --thick         has all of its space at once
   pmvol volume create /pm/pool root --from debian.img
   pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
@@ -261,16 +261,19 @@ Examples:
         /// Format of the volume
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
-        /// Create a thin volume: chunks are allocated when they are first written
+        /// Create a thin volume: chunks are allocated when they are first written (default)
         ///
         /// The rest of its size stays promised to the volume in the pool, unless --reserve limits
-        /// the promise. The guest accesses a thin volume through virtio-blk (interface=virtio-blk).
+        /// the promise.
         #[arg(long)]
         thin: bool,
+        /// Allocate all chunks of the volume; always done for a raw volume
+        #[arg(long, conflicts_with = "thin")]
+        thick: bool,
         /// Guarantee only this part of a thin volume, a multiple of 2M from 0 to its size
         ///
         /// Beyond this part, a write needs free space that no volume was promised.
-        #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "thin")]
+        #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "thick")]
         reserve: Option<u64>,
         /// Fill the volume from this image, or from stdin if it is `-`
         #[arg(long, value_name = "FILE")]

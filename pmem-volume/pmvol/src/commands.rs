@@ -83,15 +83,15 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             name,
             size,
             format,
-            thin,
+            thick,
             reserve,
             from: None,
             output,
             ..
         } => {
             let size = size.expect("clap requires it without --from");
-            let options =
-                VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: *reserve };
+            let (format, thin) = (*format, is_thin(*thick, *format));
+            let options = VolumeOptions { size, format, thin, reserve_bytes: *reserve };
             let (pool, volume) = change_pool(pool, |pool, progress| {
                 scrub_for(pool, options, progress)?;
                 pool.create_volume_with(name, options)
@@ -105,18 +105,19 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             name,
             size,
             format,
-            thin,
+            thick,
             reserve,
             from: Some(from),
             image_format,
             output,
+            ..
         } => {
             let source = btt::Source::open(from, *image_format)?;
             let new = create_from::NewVolume {
                 name,
                 size: *size,
                 format: *format,
-                thin: *thin,
+                thin: is_thin(*thick, *format),
                 reserve_bytes: *reserve,
             };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
@@ -191,6 +192,11 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
     }
     Ok(Outcome::Done)
+}
+
+/// Returns true if a new volume is thin, which is the default for each format that can be.
+fn is_thin(thick: bool, format: VolumeFormat) -> bool {
+    !thick && format == VolumeFormat::Btt
 }
 
 /// Erases the chunks that a new volume needs. A thin volume needs few, which its creation erases.

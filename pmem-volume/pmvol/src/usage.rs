@@ -30,8 +30,8 @@ pub(crate) enum UsageError {
     Parts(SplitError),
     #[error("{name:?} is both the old and the new name; choose another new name")]
     SameName { name: String },
-    #[error("--thin: {RAW_IS_THICK}; leave --format raw out")]
-    ThinRaw,
+    #[error("{flag}: {RAW_IS_THICK}; leave --format raw out")]
+    ThinRaw { flag: &'static str },
     #[error("--size: the size of stdin is unknown; set the size of the volume")]
     StdinSize,
     #[error(
@@ -90,7 +90,10 @@ fn check(command: &Command) -> Result<(), UsageError> {
 fn check_volume(command: &VolumeCommand) -> Result<(), UsageError> {
     match command {
         VolumeCommand::Create { thin: true, format: VolumeFormat::Raw, .. } => {
-            Err(UsageError::ThinRaw)
+            Err(UsageError::ThinRaw { flag: "--thin" })
+        }
+        VolumeCommand::Create { reserve: Some(_), format: VolumeFormat::Raw, .. } => {
+            Err(UsageError::ThinRaw { flag: "--reserve" })
         }
         VolumeCommand::Create { size, format, reserve, from, image_format, .. } => {
             check_size(*size, Some(*format))?;

@@ -24,9 +24,9 @@ fn listed(folder: &Folder) -> Vec<Value> {
 fn pool_is_created_filled_listed_and_checked() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M", "--reserve", "8M"]);
-    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M", "--thick"]);
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
-    folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining"]);
+    folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining", "--thick"]);
     let list = listed(&folder);
     let volumes: Vec<_> = list
         .iter()
@@ -367,7 +367,7 @@ fn missing_volume_subcommand_is_suggested() {
 fn repair_fixes_explained_damage_and_reports_the_rest() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M", "--thick"]);
     assert_eq!(folder.succeed(&["repair", "pool"]), "nothing to repair\n");
     let good = std::fs::read(folder.path("pool")).unwrap();
     // The chunk table starts at 2 MiB. This clears the owner word of chunk 3, the second chunk of
@@ -453,7 +453,7 @@ fn lost_superblocks_do_not_suggest_creating_a_pool() {
 fn repair_counts_unlisted_findings() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "18M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "18M", "--thick"]);
     // Sectors 0 to 255 share the blocks of other sectors, so their content cannot be attributed.
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let map_at = (4 << 20) + info["arenas"][0]["map_at_bytes"].as_u64().unwrap();
@@ -631,7 +631,7 @@ fn every_query_of_a_damaged_pool_reports_the_damage() {
     let folder = Folder::new();
     let info = || (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M", "--thick"]);
     let good = std::fs::read(folder.path("pool")).unwrap();
     let (text, json) = info();
     assert!(text.contains("state        ok\n") && !text.contains("damaged"), "{text}");

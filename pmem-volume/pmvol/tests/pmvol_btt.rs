@@ -24,11 +24,11 @@ const SECTOR_BYTES: usize = 4096;
 const VOLUME_AT: u64 = 4 * MIB;
 const INFO_AT: u64 = VOLUME_AT + 4096;
 
-/// Creates a pool with a BTT volume `v`.
+/// Creates a pool with a BTT volume `v`, which is in one piece.
 fn with_volume() -> Folder {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "96M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M", "--thick"]);
     folder
 }
 

@@ -42,7 +42,7 @@ fn deletion_of_a_volume_with_data_needs_force() {
     folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
     overwrite(&folder.path("pool"), (12 << 20) - 1, &[1]);
     folder.fail(&["volume", "delete", "pool", "dax"], &["holds data"]);
-    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M", "--thick"]);
     overwrite(&folder.path("pool"), (12 << 20) + 4096, &[0; 4096]);
     overwrite(&folder.path("pool"), (32 << 20) - 4096, &[0; 4096]);
     folder.fail(&["volume", "delete", "pool", "data"], &["holds data"]);
@@ -89,7 +89,7 @@ fn changes_are_reported_in_json() {
 fn usable_size_is_the_size_of_all_sectors() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    let made = folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    let made = folder.succeed(&["volume", "create", "pool", "v", "--size", "20M", "--thick"]);
     let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
     let usable = info["sectors"].as_u64().unwrap() * 4096;
     assert_eq!(made, format!("volume v created: 20 MiB, btt, {} usable\n", Size(usable).rounded()));

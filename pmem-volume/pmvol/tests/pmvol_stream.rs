@@ -50,7 +50,7 @@ fn names(folder: &Folder) -> Vec<String> {
 fn with_image() -> (Folder, Vec<u8>) {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "96M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M", "--thick"]);
     folder.succeed(&["volume", "create", "pool", "r", "--size", "8M", "--format", "raw"]);
     let file = File::create(folder.path("in")).unwrap();
     file.set_len(7 * MIB + 100).unwrap();

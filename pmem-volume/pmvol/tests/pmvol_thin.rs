@@ -21,10 +21,10 @@ fn allocated_bytes(folder: &Folder, thin: bool) -> u64 {
 }
 
 #[test]
-fn thin_volume_keeps_its_size_in_the_pool() {
+fn new_volume_is_thin_and_keeps_its_size_in_the_pool() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "128M"]);
-    let created = folder.succeed(&["volume", "create", "pool", "data", "--size", "64M", "--thin"]);
+    let created = folder.succeed(&["volume", "create", "pool", "data", "--size", "64M"]);
     assert!(created.contains("64 MiB, btt") && created.contains("thin, "), "{created}");
     assert!(allocated_bytes(&folder, true) <= 8 * MIB);
     let info = folder.json(&["info", "pool", "--json"]);
@@ -42,11 +42,11 @@ fn thin_volume_keeps_its_size_in_the_pool() {
 fn volumes_with_a_reserve_may_be_larger_than_the_pool() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    let create = ["volume", "create", "pool", "logs", "--size", "256M", "--thin"];
+    let create = ["volume", "create", "pool", "logs", "--size", "256M"];
     folder.fail(&create, &["the pool is full", "a smaller --reserve needs less"]);
     let created = folder.succeed(&[&create[..], &["--reserve", "40M"]].concat());
     assert!(created.contains("thin, 40 MiB guaranteed"), "{created}");
-    let other = ["volume", "create", "pool", "more", "--size", "64M", "--thin", "--reserve"];
+    let other = ["volume", "create", "pool", "more", "--size", "64M", "--reserve"];
     folder.fail(&[&other[..], &["22M"]].concat(), &["the pool is full"]);
     folder.succeed(&[&other[..], &["20M"]].concat());
     let info = folder.json(&["info", "pool", "--json"]);

@@ -28,10 +28,12 @@ const WRONG: &[(&str, &str)] = &[
         "volume create pool w --size 20M --from - --image-format qcow2",
         "--from -: qcow2 cannot be streamed, because its reader and its writer seek; use a file, or leave --image-format out",
     ),
-    ("volume create pool w --size 20M --reserve 2M", "--thin"),
-    ("volume create pool w --size 20M --thin --reserve 3M", "--reserve: reserve 3145728"),
+    ("volume create pool w --size 20M --thick --reserve 2M", "cannot be used with"),
+    ("volume create pool w --size 20M --thick --thin", "cannot be used with"),
+    ("volume create pool w --size 2M --format raw --reserve 2M", "--reserve: a raw volume cannot"),
+    ("volume create pool w --size 20M --reserve 3M", "--reserve: reserve 3145728"),
     (
-        "volume create pool w --size 20M --thin --reserve 22M",
+        "volume create pool w --size 20M --reserve 22M",
         "--reserve: reserve 23068672 (22 MiB) exceeds the size of the volume, 20 MiB",
     ),
     ("volume resize pool v --size 20M --reserve 2M", "cannot be used with"),
@@ -83,7 +85,7 @@ fn run(folder: &Folder, line: &str) -> (Output, String) {
 fn wrong_command_line_exits_with_2_and_refusal_with_1() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
-    folder.succeed(&["volume", "create", "pool", "v", "--size", "22M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "22M", "--thick"]);
     let before = std::fs::read(folder.path("pool")).unwrap();
     for (line, message) in WRONG {
         let (output, text) = run(&folder, line);

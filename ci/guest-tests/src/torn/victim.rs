@@ -249,7 +249,7 @@ impl Victim {
         let name = pool.name();
         let mut create =
             vec!["volume", "create", &name, "data", "--size", volume_size, "--format", format];
-        create.extend(setup.is_thin.then_some("--thin"));
+        create.push(if setup.is_thin { "--thin" } else { "--thick" });
         pmvol(&create)?;
         if let Some(load) = setup.load {
             check_and_prepare(&pool, load, true)?;

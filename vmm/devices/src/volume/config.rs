@@ -126,7 +126,8 @@ section! {
             => "Format of the volume; an existing volume must have it",
         interface: VolumeInterface = VolumeInterface::Auto => "Interface to the guest",
         create: bool = false => "Create the volume if it is missing",
-        thin: bool = false => "Create a thin volume, which gets space when it is written",
+        thin: Option<bool>
+            => "Create a thin volume, which gets space when it is written; on by default for btt",
         reserve: Option<u64>
             => "Guaranteed part of a thin volume, from 0 to its size; all of it by default",
         on_full: OnFull = OnFull::Pause => "Effect of a write that finds no space in the pool",
@@ -162,6 +163,11 @@ impl PmVolumeConfig {
         }
     }
 
+    /// Returns true if the volume would be thin if it were created.
+    pub fn creates_thin(&self) -> bool {
+        self.thin.unwrap_or(self.format == VolumeFormat::Btt)
+    }
+
     /// Returns true if this is the volume `key`, possibly with another path of its pool.
     pub fn is(&self, key: &VolumeKey) -> bool {
         self.name == key.name && is_same(&self.pool, &key.pool)
@@ -184,14 +190,17 @@ impl PmVolumeConfig {
             (true, _, true) => {
                 conflict(format!("volume {} cannot be created with readonly=on", self.name))
             }
-            (false, _, _) if self.thin => {
+            (false, _, _) if self.thin == Some(true) => {
                 conflict(format!("thin=on of volume {} needs create=on", self.name))
             }
-            _ if self.thin && self.format == VolumeFormat::Raw => {
-                conflict(format!("volume {} with format=raw cannot be thin", self.name))
+            _ if self.format == VolumeFormat::Raw
+                && (self.thin == Some(true) || self.reserve.is_some()) =>
+            {
+                let name = &self.name;
+                conflict(format!("volume {name} with format=raw cannot be thin or have a reserve="))
             }
-            _ if self.reserve.is_some() && !self.thin => {
-                conflict(format!("reserve= of volume {} needs thin=on", self.name))
+            (create, _, _) if self.reserve.is_some() && !(create && self.creates_thin()) => {
+                conflict(format!("reserve= of volume {} needs create=on, thin=on", self.name))
             }
             _ if self.reserve.is_some() && self.size == VolumeSize::Remaining => {
                 conflict(format!("reserve= of volume {} needs a size= in bytes", self.name))
@@ -255,7 +264,7 @@ mod tests {
             format: VolumeFormat::Btt,
             interface: VolumeInterface::VirtioPmem,
             create: true,
-            thin: false,
+            thin: None,
             reserve: None,
             on_full: OnFull::Pause,
             readonly: false,
@@ -321,9 +330,25 @@ mod tests {
             "--pm-volume: thin=on of volume a needs create=on"
         );
         assert_eq!(
-            error("pool=/p,name=a,size=20M,create=on,reserve=2M"),
-            "--pm-volume: reserve= of volume a needs thin=on"
+            error("pool=/p,name=a,size=20M,create=on,thin=off,reserve=2M"),
+            "--pm-volume: reserve= of volume a needs create=on, thin=on"
         );
+        assert!(error("pool=/p,name=a,reserve=2M").contains("needs create=on, thin=on"));
+        for keys in ["thin=on", "reserve=2M"] {
+            assert_eq!(
+                error(&format!("pool=/p,name=a,size=20M,create=on,format=raw,{keys}")),
+                "--pm-volume: volume a with format=raw cannot be thin or have a reserve="
+            );
+        }
+        for (keys, thin) in
+            [("force=off", true), ("thin=on", true), ("thin=off", false), ("format=raw", false)]
+        {
+            let volume =
+                PmVolumeConfig::parse(&format!("pool=/p,name=a,size=20M,create=on,{keys}"));
+            let volume = volume.unwrap();
+            volume.validate().unwrap();
+            assert_eq!(volume.creates_thin(), thin, "{keys}");
+        }
         let thin = |keys: &str| format!("pool=/p,name=a,size=20M,create=on,thin=on,{keys}");
         assert_eq!(
             error(&thin("reserve=22M")),
@@ -339,9 +364,5 @@ mod tests {
             let volume = PmVolumeConfig::parse(&thin(&format!("reserve={reserve}"))).unwrap();
             volume.validate().unwrap();
         }
-        assert_eq!(
-            error("pool=/p,name=a,size=2M,create=on,thin=on,format=raw"),
-            "--pm-volume: volume a with format=raw cannot be thin"
-        );
     }
 }

@@ -92,7 +92,7 @@ pub enum InterfaceError {
     /// The guest would store into chunks that the volume does not have.
     #[error(
         "--pm-volume name={name}: interface={} of a thin volume needs userfaultfd: {reason}; use interface=virtio-blk, or \
-         make the volume thick (pmvol volume convert --thick)",
+         make the volume thick (thin=off for a new volume, else pmvol volume convert --thick)",
         interface.name()
     )]
     ThinMapped { name: String, interface: Chosen, reason: String },

@@ -233,7 +233,7 @@ fn thick_bytes(stored: &[VolumeInfo]) -> u64 {
 /// Sizes of the thick volumes that would be created.
 fn new_thick_bytes(volumes: &[&PmVolumeConfig], steps: &[Option<Step>]) -> u64 {
     let new = volumes.iter().zip(steps).filter_map(|(volume, step)| match step {
-        Some(Step::Create(size_bytes)) if !volume.thin => Some(*size_bytes),
+        Some(Step::Create(size_bytes)) if !volume.creates_thin() => Some(*size_bytes),
         _ => None,
     });
     new.fold(0, u64::saturating_add)

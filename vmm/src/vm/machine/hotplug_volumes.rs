@@ -214,7 +214,7 @@ mod tests {
             ("name=data,size=80M,create=on,interface=virtio-blk", "has only 60 MiB left"),
             ("name=data,size=20M,create=on,format=raw,interface=virtio-blk", "format=raw"),
             (THIN_PMEM, "/dev/userfaultfd"),
-            ("name=data,size=20M,create=on,interface=nvdimm", "only at boot"),
+            ("name=data,size=20M,create=on,thin=off,interface=nvdimm", "only at boot"),
         ] {
             let error = rig.add("data", options).unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");

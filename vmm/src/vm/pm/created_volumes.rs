@@ -28,11 +28,16 @@ impl CreatedVolumes {
         pool: &Arc<dyn PmPool>,
         size_bytes: u64,
     ) -> Result<(), PoolError> {
-        let PmVolumeConfig { pool: path, name, format, thin, reserve, .. } = config;
+        let PmVolumeConfig { pool: path, name, format, reserve, .. } = config;
         let size = VolumeSize::Bytes(size_bytes);
         pool.create_volume(
             name,
-            VolumeOptions { size, format: *format, thin: *thin, reserve_bytes: *reserve },
+            VolumeOptions {
+                size,
+                format: *format,
+                thin: config.creates_thin(),
+                reserve_bytes: *reserve,
+            },
         )?;
         self.0.push(Created { path: path.clone(), pool: Arc::clone(pool), name: name.clone() });
         Ok(())
@@ -74,12 +79,15 @@ mod tests {
     fn volume_is_created_as_configured() {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
-        drop(pmem_volume::Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
+        drop(pmem_volume::Pool::create(&path, 128 * MIB, 16 * MIB).unwrap());
         let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
         let mut created = CreatedVolumes::default();
-        for (name, keys) in
-            [("indexed", "format=btt"), ("plain", "format=raw"), ("thin", "thin=on,reserve=6M")]
-        {
+        for (name, keys) in [
+            ("indexed", "format=btt"),
+            ("plain", "format=raw"),
+            ("thick", "thin=off"),
+            ("thin", "reserve=6M"),
+        ] {
             let options = format!("pool={},name={name},create=on,size=20M,{keys}", path.display());
             let config = PmVolumeConfig::parse(&options).unwrap();
             created.create(&config, &pool, 20 * MIB).unwrap();
@@ -87,11 +95,12 @@ mod tests {
         let volumes: Vec<_> = pool
             .volumes()
             .into_iter()
-            .map(|volume| (volume.name, volume.format, volume.size_bytes, volume.reserve_bytes))
+            .map(|volume| (volume.name, volume.format, volume.thin, volume.reserve_bytes / MIB))
             .collect();
-        let indexed = ("indexed".to_owned(), VolumeFormat::Btt, 20 * MIB, 20 * MIB);
-        let plain = ("plain".to_owned(), VolumeFormat::Raw, 20 * MIB, 20 * MIB);
-        let thin = ("thin".to_owned(), VolumeFormat::Btt, 20 * MIB, 6 * MIB);
-        assert_eq!(volumes, [indexed, plain, thin]);
+        let indexed = ("indexed".to_owned(), VolumeFormat::Btt, true, 20);
+        let plain = ("plain".to_owned(), VolumeFormat::Raw, false, 20);
+        let thick = ("thick".to_owned(), VolumeFormat::Btt, false, 20);
+        let thin = ("thin".to_owned(), VolumeFormat::Btt, true, 6);
+        assert_eq!(volumes, [indexed, plain, thick, thin]);
     }
 }

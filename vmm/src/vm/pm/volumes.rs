@@ -168,7 +168,10 @@ fn allocation(
             stored.thin,
             (stored.reserve_bytes < stored.size_bytes).then_some(stored.reserve_bytes),
         ),
-        None => (volume.thin, volume.reserve.filter(|reserve_bytes| *reserve_bytes < size_bytes)),
+        None => (
+            volume.creates_thin(),
+            volume.reserve.filter(|reserve_bytes| *reserve_bytes < size_bytes),
+        ),
     };
     if !is_thin {
         return Allocation::Thick;

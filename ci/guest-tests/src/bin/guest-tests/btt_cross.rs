@@ -71,7 +71,9 @@ impl Disk {
         size_mib: u64,
         sector_bytes: u32,
     ) -> Result<Self> {
-        pool.create_volume(name, &format!("{size_mib}M"))?;
+        // `BttMedia` writes to all of the volume, so it must have no holes.
+        let size = format!("{size_mib}M");
+        pmvol(&["volume", "create", &pool.name(), name, "--size", &size, "--thick"])?;
         BttMedia::open(pool, name)?.format(sector_bytes)?;
         Self::open(pool, name)
     }

@@ -24,7 +24,7 @@ guest_tests::tests![
 
 const MIB: u64 = 1 << 20;
 /// Volume with holes that the guest fills.
-const VOLUME: &str = "name=data,size=64M,create=on,thin=on,interface=nvdimm";
+const VOLUME: &str = "name=data,size=64M,create=on,interface=nvdimm";
 
 /// Returns a builder of a VM that has threads of all kinds.
 pub(crate) fn builder() -> Result<GuestBuilder> {

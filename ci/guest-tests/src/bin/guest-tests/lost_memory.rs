@@ -9,6 +9,7 @@ use std::ptr;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::sparse_file;
+use guest_tests::pool::create_keys;
 use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::user::need_root;
 use guest_tests::{Guest, Pool};
@@ -179,7 +180,11 @@ fn pause_for_a_truncated_pool_names_all_its_users() -> Result<()> {
         .memory("size=384M")
         .pressure("fixed,size=64M")
         .pm_memory(&format!("pool={},size=64M", pool.name()))
-        .pm_volume(&format!("pool={},name=data,size=32M,create=on,interface=nvdimm", pool.name()))
+        .pm_volume(&format!(
+            "pool={},name=data,size=32M,interface=nvdimm,{}",
+            pool.name(),
+            create_keys()
+        ))
         .boot()?;
     wait_until_plugged(&guest, "pm", 64 * MIB, IO_LIMIT)?;
     guest.wait_until_run("/dev/pmem0s exists", IO_LIMIT, "test -b /dev/pmem0s")?;

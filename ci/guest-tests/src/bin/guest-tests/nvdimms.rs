@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::disk::{LimitedTmpfs, LoopDevice};
-use guest_tests::pool::pmvol;
+use guest_tests::pool::{create_keys, pmvol};
 use guest_tests::{Guest, GuestBuilder, Image, Pool};
 use serde_json::Value;
 
@@ -120,7 +120,7 @@ fn maximum_number_of_nvdimms_is_found() -> Result<()> {
     let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl);
     let guest = (0..MAX_NVDIMMS)
         .fold(builder, |builder, number| {
-            let volume = format!("name=volume{number},size=20M,create=on");
+            let volume = format!("name=volume{number},size=20M,{}", create_keys());
             builder.pm_volume(&format!("pool={},{volume},interface=nvdimm", pool.name()))
         })
         .boot()?;

@@ -243,7 +243,7 @@ fn on_ext4_it_is_thin_on_request() -> Result<()> {
     // When the disk is full, only operations that store new data may fail.
     let filler = disk.dir().join("filler");
     fill_up(&filler)?;
-    let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
+    let create = ["volume", "create", &pool.name(), "v", "--size", "36M", "--thick"];
     refused(&create, &["file system has", "free more space"])?;
     fs::remove_file(&filler)?;
     free_chunks_are_zero(&pool)?;

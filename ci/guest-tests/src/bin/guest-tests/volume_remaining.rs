@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::GuestBuilder;
-use guest_tests::pool::pmvol;
+use guest_tests::pool::{create_keys, pmvol};
 use guest_tests::{Guest, Pool};
 use serde_json::json;
 
@@ -37,8 +37,9 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pm_volume(&format!(
-            "pool={},name=rest,size=remaining,create=on,interface={interface}",
-            pool.name()
+            "pool={},name=rest,size=remaining,interface={interface},{}",
+            pool.name(),
+            create_keys()
         ))
 }
 
@@ -47,7 +48,7 @@ fn guest(pool: &Pool, interface: &str) -> GuestBuilder {
 fn check_size(pool: &Pool) -> Result<()> {
     let info = pool.info()?;
     ensure!(
-        info["volume_bytes"] == REMAINING_BYTES && info["volumes"] == 1,
+        info["provisioned_bytes"] == REMAINING_BYTES && info["volumes"] == 1,
         "The volume does not have {REMAINING_BYTES} bytes: {info}"
     );
     Ok(())
@@ -107,8 +108,9 @@ fn failed_start_leaves_nothing_behind() -> Result<()> {
     for interface in ["virtio-pmem", "nvdimm", "virtio-blk"] {
         let refusal = guest(&pool, interface)
             .pm_volume(&format!(
-                "pool={},name=more,size=32M,create=on,interface={interface}",
-                pool.name()
+                "pool={},name=more,size=32M,interface={interface},{}",
+                pool.name(),
+                create_keys()
             ))
             .pressure("psi,record=/proc/nowhere/trace")
             .verbose()

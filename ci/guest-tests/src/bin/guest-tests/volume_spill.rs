@@ -57,7 +57,7 @@ fn writes_get_borrowed_memory(interface: &str, disk: &str) -> Result<()> {
         .pressure("off")
         .pm_memory(&format!("pool={name},size={ZONE_MIB}M,spill={SPILL_MIB}M,{MARKS}"))
         .pm_volume(&format!(
-            "pool={name},name=data,size={VOLUME_MIB}M,create=on,thin=on,interface={interface}"
+            "pool={name},name=data,size={VOLUME_MIB}M,create=on,interface={interface}"
         ))
         .boot()?;
     guest.wait_until_run("the disk exists", IO_LIMIT, &format!("test -b {disk}"))?;

@@ -37,10 +37,10 @@ guest_tests::tests![
     write_to_a_full_pool_fails_with_on_full_error: 300 x 2,
 ];
 
-const THIN: &str = "size=96M,create=on,thin=on";
+const THIN: &str = "size=96M,create=on";
 
 /// Thin volume whose discards the VMM receives.
-const THIN_DISK: &str = "size=96M,create=on,thin=on,interface=virtio-blk";
+const THIN_DISK: &str = "size=96M,create=on,interface=virtio-blk";
 
 /// Step of mapping a thin volume that needs root.
 pub(crate) const USERFAULTS: &str = "open /dev/userfaultfd";
@@ -377,7 +377,7 @@ fn thin_volume_gets_space_that_was_lent_as_memory() -> Result<()> {
     const STEP_MIB: u64 = 16;
     let pool = Pool::create("512M")?;
     let marks = format!("storage_min=16M,storage_low={LOW_MIB}M,storage_high=96M,spill=256M");
-    let guest = guest_with(&pool, "size=256M,create=on,thin=on,interface=virtio-blk")
+    let guest = guest_with(&pool, "size=256M,create=on,interface=virtio-blk")
         .pm_memory(&format!("pool={},size={PM_MIB}M,{marks}", pool.name()))
         .pressure(&format!("fixed,size={PM_MIB}M"));
     let guest = boot(guest, "/dev/vda")?;
@@ -432,7 +432,7 @@ fn print_blocks(bytes: u64) -> String {
 /// Boots a guest whose volume is larger than the pool, and plugs memory. Then starts to write more
 /// than the pool has.
 fn write_beyond_the_pool(pool: &Pool, keys: &str) -> Result<(Guest, Script)> {
-    let volume = format!("size=1G,create=on,thin=on,reserve=32M{keys}");
+    let volume = format!("size=1G,create=on,reserve=32M{keys}");
     let memory = format!("pool={},size={LENT_MIB}M", pool.name());
     let guest = boot(guest_with(pool, &volume).pm_memory(&memory), "/dev/vda")?;
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": LENT_MIB * MIB }))?;

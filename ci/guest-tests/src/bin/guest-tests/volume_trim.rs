@@ -26,7 +26,7 @@ fn volume_metric(guest: &Guest, name: &str) -> Result<u64> {
 fn trim_releases_the_chunks(interface: &str) -> Result<()> {
     need_root(USERFAULTS)?;
     let pool = Pool::create("256M")?;
-    let volume = format!("size=128M,create=on,thin=on,interface={interface}");
+    let volume = format!("size=128M,create=on,interface={interface}");
     let guest = guest_with(&pool, &volume).boot()?;
     guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/pmem0s")?;
     guest.run_within(
@@ -72,7 +72,7 @@ fn trim_releases_the_chunks(interface: &str) -> Result<()> {
 fn trim_releases_the_chunks_of_xfs_and_f2fs() -> Result<()> {
     need_root(USERFAULTS)?;
     let pool = Pool::create("512M")?;
-    let volume = format!("size={VOLUME_MIB}M,create=on,thin=on,interface=nvdimm");
+    let volume = format!("size={VOLUME_MIB}M,create=on,interface=nvdimm");
     let guest = guest_with(&pool, &volume).image(Image::FileSystems).boot()?;
     guest.wait_until_run("the disk exists", IO_LIMIT, "test -b /dev/pmem0s")?;
     for FileSystem { name, make, check } in [XFS, F2FS] {
