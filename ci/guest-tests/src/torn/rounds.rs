@@ -28,6 +28,8 @@ pub struct Tally {
     pub longest_gap: Duration,
     /// Bytes that the loads made the VMMs move or release.
     pub moved_bytes: u64,
+    /// Upper bound of the times for which stores to holes waited for their chunks.
+    pub longest_fill: Duration,
 }
 
 impl Tally {
@@ -42,6 +44,7 @@ impl Tally {
         self.lost += other.lost;
         self.longest_gap = self.longest_gap.max(other.longest_gap);
         self.moved_bytes += other.moved_bytes;
+        self.longest_fill = self.longest_fill.max(other.longest_fill);
     }
 }
 
@@ -58,6 +61,7 @@ impl fmt::Display for Tally {
             lost,
             longest_gap,
             moved_bytes,
+            longest_fill,
         } = self;
         write!(
             formatter,
@@ -67,6 +71,13 @@ impl fmt::Display for Tally {
         )?;
         if *moved_bytes > 0 {
             write!(formatter, "; {} KiB moved or released", moved_bytes / 1024)?;
+        }
+        if !longest_fill.is_zero() {
+            write!(
+                formatter,
+                "; stores to holes waited for up to {} ms",
+                longest_fill.as_millis()
+            )?;
         }
         if *broken > 0 {
             write!(formatter, "; {broken} guests broken by the emulation")?;
@@ -162,6 +173,7 @@ impl Schedule {
             lost: classification.lost(),
             longest_gap: killed_guest.counts.longest_gap,
             moved_bytes: killed_guest.counts.moved_bytes,
+            longest_fill: killed_guest.counts.longest_fill,
         };
         println!("lane {lane}: {}: {tally}", killed_guest.kill_time);
         if self.until == Until::Done || classification.torn() < classification.faults.len() {

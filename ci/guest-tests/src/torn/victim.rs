@@ -227,6 +227,23 @@ pub struct WriterCounts {
     pub longest_gap: Duration,
     /// Bytes that the load made the VMM move or release.
     pub moved_bytes: u64,
+    /// Upper bound of the times for which stores to holes waited for their chunks. The vCPU was in
+    /// `KVM_RUN`.
+    pub longest_fill: Duration,
+}
+
+impl WriterCounts {
+    /// Reads the counters of the VMM, which end with it.
+    fn take_metrics(&mut self, guest: &Guest, load: Option<Load>) -> Result<()> {
+        if let Some(load) = load {
+            self.moved_bytes = load.moved_bytes(guest)?;
+        }
+        // Volumes that are not mapped or thin have no such stores.
+        let fill_s = guest.metrics()?.quantile("foreshore_volume_hole_fill_duration_seconds", 1.0);
+        let bound = |fill_s| Duration::try_from_secs_f64(fill_s).unwrap_or(Duration::MAX);
+        self.longest_fill = fill_s.map_or(Duration::ZERO, bound);
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -367,9 +384,9 @@ impl Victim {
             // tell these cases apart.
             let is_running = guest.still_running();
             if is_running.is_ok() {
-                let moved = self.setup.load.map_or(Ok(0), |load| load.moved_bytes(guest));
+                let taken = counts.take_metrics(guest, self.setup.load);
                 guest.kill_now()?;
-                counts.moved_bytes = moved?;
+                taken?;
             }
             let read = reader
                 .join()

@@ -84,7 +84,8 @@ fn kills_under(loads: &[(Load, Kernel, Interface, u32)]) -> Result<()> {
 
 fn kills_during_releases_lose_nothing() -> Result<()> {
     kills_under(&[
-        (Load::Trim, Kernel::V6_12, Interface::Nvdimm, 2),
+        (Load::Trim, Kernel::V6_12, Interface::Nvdimm, 1),
+        (Load::Trim, Kernel::V6_12, Interface::VirtioPmem, 1),
         (Load::Discard, Kernel::V6_1, Interface::VirtioBlk, 1),
     ])
 }
@@ -96,7 +97,8 @@ fn kills_during_compaction_lose_nothing() -> Result<()> {
 fn kills_during_spills_lose_nothing() -> Result<()> {
     kills_under(&[
         (Load::Spill, Kernel::V6_1, Interface::Nvdimm, 1),
-        (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 2),
+        (Load::Spill, Kernel::V6_12, Interface::VirtioPmem, 1),
+        (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 1),
     ])
 }
 
