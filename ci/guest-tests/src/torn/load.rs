@@ -12,7 +12,7 @@ use pmem_volume::Volume;
 use pmem_volume::btt::Engine;
 use serde_json::json;
 
-use crate::{Guest, GuestBuilder, Pool};
+use crate::{Guest, GuestBuilder, Image, Pool};
 
 const MIB: u64 = 1 << 20;
 const SECTORS_PER_MIB: u64 = MIB / SECTOR_BYTES as u64;
@@ -32,6 +32,13 @@ const FILES: &str = "1 2 3 4";
 /// The pool of a spill has 140 MiB besides its metadata, of which the volume was promised 64 MiB.
 /// That of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
 const ZONE_MIB: u64 = 96;
+/// With Redis, the pool has 124 MiB besides its metadata.
+const REDIS_ZONE_MIB: u64 = 112;
+const REDIS_BORROWS_MIB: u64 = 72;
+/// Size of a guest's DRAM and a part of the zone.
+const REDIS_MIB: u64 = 280;
+/// Output of Redis after its end.
+const REDIS_END: &str = "/tmp/redis-end";
 /// The pool has more free space than the lower watermarks when the memory is plugged.
 const MARKS: &str = "storage_min=4M,storage_low=6M";
 
@@ -48,6 +55,9 @@ pub enum Load {
     Compaction,
     /// Memory has borrowed the space of the volume. Writes make the VMM move it.
     Spill,
+    /// As `Spill`, but the guest gets the memory because Redis needs more than its DRAM. Redis uses
+    /// the memory while the VMM moves it.
+    Redis,
 }
 
 impl fmt::Display for Load {
@@ -57,6 +67,7 @@ impl fmt::Display for Load {
             Self::Trim => "trim",
             Self::Compaction => "compaction",
             Self::Spill => "spill",
+            Self::Redis => "spill of Redis",
         })
     }
 }
@@ -69,23 +80,44 @@ impl Load {
             Self::Spill => ["144M", "64M"],
             Self::Trim => ["144M", "96M"],
             Self::Compaction => ["176M", "60M"],
+            Self::Redis => ["128M", "64M"],
         }
     }
 
     pub(super) fn configure(self, builder: GuestBuilder, pool: &Pool) -> GuestBuilder {
-        let options = match self {
-            Self::Discard | Self::Trim => return builder,
-            // More than the pool has free when the memory is plugged, and less than it has before.
-            Self::Compaction => "storage_high=96M",
-            Self::Spill => "storage_high=8M,spill=96M",
+        let zone = |size_mib, options: &str| {
+            format!("pool={},size={size_mib}M,{MARKS},{options}", pool.name())
         };
-        let zone = format!("pool={},size={ZONE_MIB}M,{MARKS},{options}", pool.name());
-        builder.memory("size=384M").pm_memory(&zone)
+        match self {
+            Self::Discard | Self::Trim => builder,
+            // More than the pool has free when the memory is plugged, and less than it has before.
+            Self::Compaction => {
+                builder.memory("size=384M").pm_memory(&zone(ZONE_MIB, "storage_high=96M"))
+            }
+            Self::Spill => {
+                let zone = zone(ZONE_MIB, "storage_high=8M,spill=96M");
+                builder.memory("size=384M").pm_memory(&zone)
+            }
+            Self::Redis => builder
+                .image(Image::Workloads)
+                .cmdline("foreshore.zram=64M")
+                .pressure("psi")
+                .pm_memory(&zone(REDIS_ZONE_MIB, "storage_high=8M,spill=112M")),
+        }
     }
 
-    /// Returns true if the guest has a memory zone.
-    pub(super) fn has_zone(self) -> bool {
-        matches!(self, Self::Compaction | Self::Spill)
+    /// Returns true if the guest needs a module.
+    pub(super) fn needs(self, module: &str) -> bool {
+        match self {
+            Self::Discard | Self::Trim => false,
+            Self::Compaction | Self::Spill => module == "virtio_mem",
+            Self::Redis => ["virtio_mem", "zram", "lzo-rle"].contains(&module),
+        }
+    }
+
+    /// Returns true if the guest's agent reports pressure.
+    pub(super) fn has_agent(self) -> bool {
+        self == Self::Redis
     }
 
     /// Delay of a kill after the first move or release, from a delay of up to 300 ms. A trim takes
@@ -93,7 +125,7 @@ impl Load {
     pub(super) fn delay(self, delay: Duration) -> Duration {
         match self {
             Self::Trim => delay * 10,
-            Self::Discard | Self::Compaction | Self::Spill => delay,
+            Self::Discard | Self::Compaction | Self::Spill | Self::Redis => delay,
         }
     }
 
@@ -102,14 +134,14 @@ impl Load {
     pub(super) fn prepare_volume(self, engine: &Engine<Volume>) -> Result<()> {
         let used = match self {
             Self::Trim => return Ok(()),
-            Self::Spill => SPILLED_MIB,
+            Self::Spill | Self::Redis => SPILLED_MIB,
             Self::Discard => FIRST_MIB,
             Self::Compaction => FIRST_MIB.start..SECOND_MIB.end,
         };
         engine.discard(sectors(&used))?;
         // Sectors of the writer are in chunks that the load has allocated.
         while engine.compact(&mut |_| true)? > 0 {}
-        if self == Self::Spill {
+        if matches!(self, Self::Spill | Self::Redis) {
             return Ok(());
         }
         let mut bytes = vec![0; SECTOR_BYTES];
@@ -189,6 +221,7 @@ impl Load {
         guest.run_within(limit, &self.preparation(device, area, is_first))?;
         match self {
             Self::Spill => plug_memory(guest, limit),
+            Self::Redis => start_redis(guest, limit),
             Self::Discard | Self::Trim | Self::Compaction => Ok(()),
         }
     }
@@ -226,6 +259,10 @@ impl Load {
             ),
             Self::Compaction => format!("while {}; do :; done", write(&SECOND_MIB)),
             Self::Spill => format!("while {}; do :; done", write(&SPILLED_MIB)),
+            Self::Redis => {
+                let write = write(&SPILLED_MIB);
+                format!("while [ ! -e {REDIS_END} ] && {write}; do :; done; cat {REDIS_END} >&2")
+            }
         }
     }
 
@@ -247,7 +284,7 @@ impl Load {
                 ("foreshore_volume_released_bytes_total", ("volume", "data"))
             }
             Self::Compaction => ("foreshore_volume_compacted_bytes_total", ("volume", "data")),
-            Self::Spill => ("foreshore_memory_spilled_bytes", ("zone", "pm")),
+            Self::Spill | Self::Redis => ("foreshore_memory_spilled_bytes", ("zone", "pm")),
         };
         Ok(guest.metric(metric, &[label])? as u64)
     }
@@ -260,11 +297,23 @@ fn sectors(mib: &Range<u64>) -> Range<u64> {
 /// Plugs all memory of the zone.
 fn plug_memory(guest: &Guest, limit: Duration) -> Result<()> {
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_MIB * MIB }))?;
-    guest.wait_until("the memory is plugged", limit, || {
+    wait_until_plugged(guest, ZONE_MIB, limit)
+}
+
+/// Starts Redis, and waits until it needs so much memory that the pool has to lend space of the
+/// volume.
+fn start_redis(guest: &Guest, limit: Duration) -> Result<()> {
+    let load = format!("while guest-tool load redis {REDIS_MIB}; do :; done >/tmp/redis 2>&1");
+    guest.run(&format!("({load}; mv /tmp/redis {REDIS_END}) >/dev/null 2>&1 &"))?;
+    wait_until_plugged(guest, REDIS_BORROWS_MIB, limit)
+}
+
+fn wait_until_plugged(guest: &Guest, least_mib: u64, limit: Duration) -> Result<()> {
+    guest.wait_until(&format!("{least_mib} MiB are plugged"), limit, || {
         let memory = guest.get("vm.memory")?;
         let zones = memory["zones"].as_array().context("vm.memory has no zones")?;
         let is_plugged = |zone: &serde_json::Value| {
-            zone["id"] == "pm" && zone["plugged_bytes"] == ZONE_MIB * MIB
+            zone["id"] == "pm" && zone["plugged_bytes"].as_u64() >= Some(least_mib * MIB)
         };
         Ok(zones.iter().any(is_plugged))
     })

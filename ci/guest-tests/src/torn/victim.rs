@@ -333,18 +333,19 @@ impl Victim {
         // A raw volume must be requested explicitly.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
-        let has_zone = self.setup.load.is_some_and(Load::has_zone);
-        let is_skipped = |name: &&str| !has_zone || *name != "virtio_mem";
+        let load = self.setup.load;
+        let is_skipped = |name: &&str| !load.is_some_and(|load| load.needs(name));
         let skipped = SKIPPED_MODULES.split(',').filter(is_skipped);
         let skipped = skipped.collect::<Vec<_>>().join(",");
+        let agent = if load.is_some_and(Load::has_agent) { "on" } else { "off" };
         let builder = Guest::builder()
             .kernel(kernel)
             .cpus(cpus as u32)
             .memory("size=256M")
             .pressure("off")
-            .cmdline(&format!("foreshore.agent=off foreshore.skip={skipped}"))
+            .cmdline(&format!("foreshore.agent={agent} foreshore.skip={skipped}"))
             .pm_volume(&volume);
-        let builder = match self.setup.load {
+        let builder = match load {
             Some(load) => load.configure(builder, &self.pool),
             None => builder,
         };
