@@ -140,7 +140,7 @@ const SPECIAL: [(&str, Action, &[ThreadKind]); 7] = [
 ];
 
 /// Other actions of children.
-const CHECKS: [(&str, Action); 6] = [
+const CHECKS: [(&str, Action); 7] = [
     ("open", || {
         for _ in 0..3 {
             assert!(std::fs::read_to_string("/proc/self/status")?.starts_with("Name:"));
@@ -158,6 +158,10 @@ const CHECKS: [(&str, Action); 6] = [
         assert!(receiver.recv_timeout(std::time::Duration::from_millis(1)).is_err());
         drop(sender);
         io::Write::write_all(&mut stderr(), b"live\n")
+    }),
+    ("clock_ticks", || {
+        assert!(rustix::param::clock_ticks_per_second() > 0);
+        Ok(())
     }),
     ("open_on_two_threads", || {
         let open = || File::options().write(true).open("/dev/zero").map(drop);
@@ -330,6 +334,15 @@ fn logged_call_is_printed_once_for_threads_of_one_kind() {
 fn thread_allocates_and_waits_under_its_filter() {
     for kind in ThreadKind::ALL {
         let output = attempt("live", SeccompMode::Enforce, kind, "text");
+        assert_eq!(output.status.code(), Some(0), "{kind:?}: {output:?}");
+    }
+}
+
+/// rustix must not read the auxiliary vector, which needs a file before Linux 6.4.
+#[test]
+fn threads_know_the_clock_ticks() {
+    for kind in ThreadKind::ALL {
+        let output = attempt("clock_ticks", SeccompMode::Enforce, kind, "text");
         assert_eq!(output.status.code(), Some(0), "{kind:?}: {output:?}");
     }
 }

@@ -28,8 +28,6 @@ pub(super) struct Condition {
 
 /// Bits of an ioctl() request that are compared: its type and number.
 const REQUEST: u64 = 0xffff;
-/// Option by which the C library and rustix read the auxiliary vector (linux/prctl.h).
-const PR_GET_AUXV: i32 = 0x4155_5856;
 /// Option for features of vCPUs with large registers (asm/prctl.h of x86).
 const ARCH_REQ_XCOMP_GUEST_PERM: i32 = 0x1025;
 /// Bits of an argument of the C type `int`.
@@ -91,7 +89,7 @@ pub(super) fn every_thread() -> Vec<Allowed> {
         without(SYS_mmap, 2, PROT_EXEC),
         without(SYS_mprotect, 2, PROT_EXEC),
         int(SYS_fcntl, 1, &[F_DUPFD_CLOEXEC, F_GETFD, F_GETFL, F_SETFL]),
-        int(SYS_prctl, 0, &[PR_SET_NAME, PR_GET_NAME, PR_GET_AUXV]),
+        int(SYS_prctl, 0, &[PR_SET_NAME, PR_GET_NAME]),
         // A signal to a thread of this process: abort(), and a request to leave the guest.
         int(SYS_tgkill, 0, &[getpid().as_raw_nonzero().get()]),
         // Reads a limit. The pointer to a new limit is null.
