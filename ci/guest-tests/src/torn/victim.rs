@@ -235,9 +235,9 @@ pub struct WriterCounts {
 impl WriterCounts {
     /// Reads the counters of the VMM, which end with it.
     fn take_metrics(&mut self, guest: &Guest, load: Option<Load>) -> Result<()> {
-        if let Some(load) = load {
-            self.moved_bytes = load.moved_bytes(guest)?;
-        }
+        // Without a load, the VMM may be stopped for a look at the volume.
+        let Some(load) = load else { return Ok(()) };
+        self.moved_bytes = load.moved_bytes(guest)?;
         // Volumes that are not mapped or thin have no such stores.
         let fill_s = guest.metrics()?.quantile("foreshore_volume_hole_fill_duration_seconds", 1.0);
         let bound = |fill_s| Duration::try_from_secs_f64(fill_s).unwrap_or(Duration::MAX);
