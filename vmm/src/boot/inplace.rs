@@ -71,10 +71,10 @@ pub(super) unsafe fn load<M: GuestMemoryBackend>(
         return Ok(Outcome::NoRoom);
     }
     let guard = slice.ptr_guard_mut();
-    // SAFETY: vm-memory guarantees that the slice's bytes are mapped, readable and writable while
-    // `slice` borrows `memory`. The bytes are private, so no other process accesses them. The
-    // caller guarantees that no other code of this process accesses them during the call. The rest
-    // of this function does not use `memory`.
+    // vm-memory guarantees that the slice's bytes are mapped, readable and writable while `slice`
+    // borrows `memory`, which the rest of this function does not use.
+    // SAFETY: see above. The bytes are private, so no other process accesses them, and the caller
+    // guarantees that no other code of this process does.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
     // 2. Unpack the image.
     let start = (IMAGE_START - window.start) as usize;
