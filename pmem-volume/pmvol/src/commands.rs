@@ -90,7 +90,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             ..
         } => {
             let size = size.expect("clap requires it without --from");
-            let (format, thin) = (*format, is_thin(*thick, *format));
+            let (format, thin) = (*format, !*thick && format.is_thin_by_default());
             let options = VolumeOptions { size, format, thin, reserve_bytes: *reserve };
             let (pool, volume) = change_pool(pool, |pool, progress| {
                 scrub_for(pool, options, progress)?;
@@ -117,7 +117,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
                 name,
                 size: *size,
                 format: *format,
-                thin: is_thin(*thick, *format),
+                thin: !*thick && format.is_thin_by_default(),
                 reserve_bytes: *reserve,
             };
             let (pool, volume, filled) = create_from::create(pool, &new, source)?;
@@ -192,11 +192,6 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
     }
     Ok(Outcome::Done)
-}
-
-/// Returns true if a new volume is thin, which is the default for each format that can be.
-fn is_thin(thick: bool, format: VolumeFormat) -> bool {
-    !thick && format == VolumeFormat::Btt
 }
 
 /// Erases the chunks that a new volume needs. A thin volume needs few, which its creation erases.

@@ -19,6 +19,11 @@ impl VolumeFormat {
     /// All formats.
     pub const ALL: [Self; 2] = [Self::Btt, Self::Raw];
 
+    /// Returns true if a new volume of this format is thin unless its creator requests a thick one.
+    pub fn is_thin_by_default(self) -> bool {
+        self == Self::Btt
+    }
+
     /// Name in flags, in JSON and in tables.
     pub const fn as_str(self) -> &'static str {
         match self {

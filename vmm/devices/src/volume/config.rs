@@ -165,7 +165,7 @@ impl PmVolumeConfig {
 
     /// Returns true if the volume would be thin if it were created.
     pub fn creates_thin(&self) -> bool {
-        self.thin.unwrap_or(self.format == VolumeFormat::Btt)
+        self.thin.unwrap_or(self.format.is_thin_by_default())
     }
 
     /// Returns true if this is the volume `key`, possibly with another path of its pool.
