@@ -18,9 +18,10 @@ const CHECK_SHIFT: u32 = 48;
 const USES_BITS: u32 = 18;
 /// Maximum number of counted uses of a chunk.
 pub(crate) const MAX_USES: u32 = (1 << USES_BITS) - 1;
-/// Bits of an index in the copy of an owner, and of the place. The place is 0 if there is no copy,
-/// a slot plus one, or [`COPY_OF_STATE`].
+/// Bits of the index in the copy of an owner, or of the state if the owner is not a volume.
 const COPY_INDEX_BITS: u32 = 20;
+/// Bits that contain the slot plus one in the copy of an owner, [`COPY_OF_STATE`] if the owner is
+/// not a volume, and zero if there is no copy.
 const COPY_PLACE_BITS: u32 = 10;
 const COPY_OF_STATE: u64 = (1 << COPY_PLACE_BITS) - 1;
 /// Bits of the number of uses in a word without a copy.
@@ -193,12 +194,11 @@ pub(crate) fn copy_of(owner: Owner) -> Option<Owner> {
 
 /// Encodes the copy of an owner, without checksum. Returns zero for an owner without a copy.
 fn copy_bits(owner: Owner) -> u64 {
-    let (place, index) = match owner {
-        Owner::Volume { slot, index } => (u64::from(slot.0) + 1, u64::from(index)),
-        _ => (COPY_OF_STATE, owner_bits(owner) >> STATE_SHIFT),
+    let Owner::Volume { slot, index } = owner else {
+        return COPY_OF_STATE << COPY_INDEX_BITS | owner_bits(owner) >> STATE_SHIFT;
     };
-    let is_volume = matches!(owner, Owner::Volume { .. });
-    let fits = index >> COPY_INDEX_BITS == 0 && (!is_volume || place < COPY_OF_STATE);
+    let (place, index) = (u64::from(slot.0) + 1, u64::from(index));
+    let fits = place < COPY_OF_STATE && index >> COPY_INDEX_BITS == 0;
     if fits { place << COPY_INDEX_BITS | index } else { 0 }
 }
 

@@ -588,8 +588,8 @@ fn owner_without_gaps(corrected: Option<Owner>) -> (Owner, &'static str) {
     }
 }
 
-/// Returns the missing indexes that exactly one chunk claims. A flipped bit and a copy that
-/// contradict each other prevent other claims, but are none.
+/// Returns the missing indexes that exactly one chunk claims. If the flipped bit and the copy of a
+/// chunk name different owners, the chunk gets neither index, and no other chunk does.
 fn unique_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
     let claims = all_claims(bad, gaps).into_iter();
     let sole = |((slot, index), chunks): ((Slot, u32), Vec<ChunkId>)| {
