@@ -83,7 +83,7 @@ impl Stage {
     }
 
     /// Adds modules of a kernel, unpacked, with all modules that they depend on and with indexes.
-    /// Modules that are built into the kernel are left out.
+    /// Modules that are built into the kernel are left out, and so are [signatures](unsigned).
     /// Ignores kmod's configuration on this machine (/etc/modprobe.d, /etc/depmod.d). It may
     /// contain `install` commands of packages that replace a module. For example, ndctl's command
     /// replaces libnvdimm.
@@ -169,11 +169,35 @@ fn module_paths(needed: &str) -> BTreeSet<PathBuf> {
 
 fn add_module(module: &Path, target: &Path) -> Result<()> {
     create_folder(target.parent().context("path without a folder")?)?;
-    if module.extension().is_none_or(|extension| extension != "xz") {
-        return copy(module, target);
-    }
-    let unpacked = File::create(target.with_extension(""))?;
-    jobs::run(programs::system("xz").arg("-dc").arg(module).stdout(unpacked))
+    let target = if module.extension().is_some_and(|extension| extension == "xz") {
+        let target = target.with_extension("");
+        let unpacked = File::create(&target)?;
+        jobs::run(programs::system("xz").arg("-dc").arg(module).stdout(unpacked))?;
+        target
+    } else {
+        copy(module, target)?;
+        target.to_owned()
+    };
+    let mut content = fs::read(&target)?;
+    content.truncate(unsigned(&content).len());
+    Ok(fs::write(&target, content)?)
+}
+
+/// Returns a module without its signature, if it has one (`mod_check_sig`,
+/// kernel/module_signature.c). On an emulated host, checking the signatures takes half of the time
+/// of each boot. Kernels load modules without signatures, and mark themselves as tainted.
+fn unsigned(module: &[u8]) -> &[u8] {
+    const MARK: &[u8] = b"~Module signature appended~\n";
+    let Some((rest, descriptor)) =
+        module.strip_suffix(MARK).and_then(<[u8]>::split_last_chunk::<12>)
+    else {
+        return module;
+    };
+    let [_, _, _, signer_bytes, key_bytes, _, _, _, signature_bytes @ ..] = *descriptor;
+    let bytes = u32::from_be_bytes(signature_bytes) as usize
+        + usize::from(signer_bytes)
+        + usize::from(key_bytes);
+    rest.len().checked_sub(bytes).map_or(module, |end| &rest[..end])
 }
 
 /// Returns the paths of shared objects in the output of `ldd`, or of the loader's `--list`.
@@ -201,6 +225,17 @@ mod tests {
             found,
             [Path::new("/root/lib/libc.so.6"), Path::new("/root/lib/a (b)/libodd.so")]
         );
+    }
+
+    #[test]
+    fn signature_is_removed_from_a_module() {
+        let descriptor = [0, 0, 2, 3, 4, 0, 0, 0, 0, 0, 1, 5];
+        let mark = b"~Module signature appended~\n";
+        let signed = [&b"module"[..], &[b's'; 3 + 4 + 0x105], &descriptor, mark].concat();
+        assert_eq!(unsigned(&signed), b"module");
+        assert_eq!(unsigned(b"module"), b"module");
+        let truncated = &signed[7..];
+        assert_eq!(unsigned(truncated), truncated);
     }
 
     #[test]
