@@ -87,7 +87,9 @@ impl Arguments {
             refuse!("--clock counted requires --only {}", COUNTABLE.join(" or "));
         }
         let counted = if is_counted { " --cpus 1 --counted" } else { "" };
-        Ok(format!("--no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out"))
+        Ok(format!(
+            "--release --no-build --peers --prealloc --mem 6144{counted} --timeout 5400 --out"
+        ))
     }
 
     fn command(&self) -> Vec<String> {

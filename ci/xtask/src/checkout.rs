@@ -13,9 +13,28 @@ pub(crate) const CALLER_FOLDER: &str = "FORESHORE_CALLER_FOLDER";
 /// Variable with the folder of this package. `cargo run` sets it.
 pub(crate) const PACKAGE_FOLDER: &str = "CARGO_MANIFEST_DIR";
 
+/// Profile in which this repository's programs are built (Cargo.toml).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// The release profile without LTO.
+    GuestTests,
+    Release,
+}
+
+impl Profile {
+    /// Name in Cargo.toml, and of the folder with the programs.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::GuestTests => "guest-tests",
+            Self::Release => "release",
+        }
+    }
+}
+
 pub(crate) struct Checkout {
     root: PathBuf,
     debs: PathBuf,
+    profile: Profile,
 }
 
 impl Checkout {
@@ -29,7 +48,16 @@ impl Checkout {
             Some(folder) if !folder.is_empty() => std::path::absolute(folder)?,
             _ => root.join("target/ci/debs"),
         };
-        Ok(Self { root, debs })
+        Ok(Self { root, debs, profile: Profile::GuestTests })
+    }
+
+    pub(crate) fn with_profile(self, profile: Profile) -> Self {
+        Self { profile, ..self }
+    }
+
+    /// Returns the profile in which this repository's programs are built.
+    pub(crate) fn profile(&self) -> Profile {
+        self.profile
     }
 
     pub(crate) fn root(&self) -> &Path {
@@ -51,14 +79,18 @@ impl Checkout {
         &self.debs
     }
 
-    /// Returns the folder with this repository's release programs.
+    /// Returns the folder with this repository's programs.
     pub(crate) fn programs(&self) -> PathBuf {
-        self.root.join("target/x86_64-unknown-linux-gnu/release")
+        self.built(self.profile.name())
     }
 
-    /// Returns the folder with programs that are built in the profile of tests.
+    /// Returns the folder with programs that are built in the profile of unit tests.
     pub(crate) fn test_programs(&self) -> PathBuf {
-        self.root.join("target/x86_64-unknown-linux-gnu/debug")
+        self.built("debug")
+    }
+
+    fn built(&self, profile: &str) -> PathBuf {
+        self.root.join("target/x86_64-unknown-linux-gnu").join(profile)
     }
 }
 

@@ -32,7 +32,7 @@ use clap::{Parser, Subcommand};
 use rustix::fs::Mode;
 use rustix::process::umask;
 
-use crate::checkout::Checkout;
+use crate::checkout::{Checkout, Profile};
 use crate::messages::{Refused, report};
 use crate::repository::Repository;
 
@@ -82,7 +82,7 @@ enum Task {
     /// command line is invalid.
     Host(Box<host::Arguments>),
     /// Run all tests: formatting, lints, fuzz targets, names of documents, the book, unit tests,
-    /// release build, guest tests on KVM hosts, power cuts
+    /// build of the programs, guest tests on KVM hosts, power cuts
     ///
     /// Without options, long and extended guest tests are left out. The last line is "N passed, N
     /// failed", with ", N skipped" if tests were skipped. The exit code is 0 only if nothing
@@ -172,8 +172,18 @@ fn main() -> ExitCode {
     }
 }
 
+impl Task {
+    fn profile(&self) -> Profile {
+        match self {
+            Self::Bench(_) => Profile::Release,
+            Self::Host(arguments) if arguments.release => Profile::Release,
+            _ => Profile::GuestTests,
+        }
+    }
+}
+
 fn run(task: Task) -> Result<u8> {
-    let checkout = &Checkout::new()?;
+    let checkout = &Checkout::new()?.with_profile(task.profile());
     match task {
         Task::Setup(arguments) => setup::set_up(checkout, &arguments)?,
         Task::Image(arguments) => images::guests::build(checkout, &arguments)?,

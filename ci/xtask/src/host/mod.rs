@@ -91,6 +91,10 @@ pub(crate) struct Arguments {
     /// Other load on this machine then does not affect measured times. Requires --cpus 1.
     #[arg(long)]
     counted: bool,
+    /// Use programs of the release profile, which benchmarks measure, instead of the profile of
+    /// guest tests
+    #[arg(long)]
+    pub(crate) release: bool,
     /// Do not build programs and images
     #[arg(long)]
     no_build: bool,

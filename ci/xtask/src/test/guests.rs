@@ -66,7 +66,7 @@ pub(super) fn run(checkout: &Checkout, arguments: &Arguments, report: &mut Repor
 
 /// Builds the programs, the clients, and the guest images, which contain some of these programs.
 fn build(checkout: &Checkout, report: &mut Report) -> Result<()> {
-    report.begin_step("release build");
+    report.begin_step("build of the programs");
     cargo::build_programs(checkout)?;
     report.begin_step("build of the API clients");
     cargo::build_clients(checkout)?;

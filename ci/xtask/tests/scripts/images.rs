@@ -101,7 +101,7 @@ pub(crate) fn builder(kernel_lock: &str, umask: u32) -> Result<Tree> {
         tree.copy(&repository().join(file), file, 0o644 & !umask)?;
     }
     for program in OUR_PROGRAMS {
-        let path = format!("target/x86_64-unknown-linux-gnu/release/{program}");
+        let path = format!("target/x86_64-unknown-linux-gnu/guest-tests/{program}");
         tree.copy(Path::new("/usr/bin/env"), &path, 0o755 & !umask)?;
     }
     add_packages(&tree)?;

@@ -23,7 +23,7 @@ exit "$CODE"
 
 fn bench_tree() -> Option<Tree> {
     let tree = Tree::with_tools(":")?;
-    tree.add_program("bench", BENCH).unwrap();
+    tree.add_program_of_profile("release", "bench", BENCH).unwrap();
     Some(tree)
 }
 

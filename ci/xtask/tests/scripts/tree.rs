@@ -129,10 +129,19 @@ impl Tree {
     /// Adds a stub for one of our programs, and the files that every task needs to run it. Kernels
     /// and images are not added.
     pub(crate) fn add_program(&self, name: &str, code: &str) -> Result<()> {
+        self.add_program_of_profile("guest-tests", name, code)
+    }
+
+    pub(crate) fn add_program_of_profile(
+        &self,
+        profile: &str,
+        name: &str,
+        code: &str,
+    ) -> Result<()> {
         self.write("ci/kernels.lock", "", 0o644)?;
         self.write("ci/xtask/Cargo.toml", "", 0o644)?;
         fs::create_dir_all(self.path("ci/xtask/src"))?;
-        self.write(&format!("target/x86_64-unknown-linux-gnu/release/{name}"), code, 0o755)
+        self.write(&format!("target/x86_64-unknown-linux-gnu/{profile}/{name}"), code, 0o755)
     }
 
     pub(crate) fn copy(&self, from: &Path, to: &str, mode: u32) -> Result<()> {
