@@ -11,8 +11,9 @@ use anyhow::{Result, bail};
 
 const USAGE: &str = "\
 usage:
-  soak kills INTERFACE KERNEL ROUNDS SEED [raw]
-      kill ROUNDS guests, two at a time. With raw, stop when a sector is torn
+  soak kills INTERFACE KERNEL ROUNDS SEED VOLUME
+      kill ROUNDS guests, two at a time. VOLUME is thick, thin, raw (stop when a sector is torn), or
+      the load beside the writer of a thin volume
   soak power TASK SEED HEARD
       check the content that the last boot has left, and write until the power is cut. HEARD is a
       file with the output of the previous boots. TASK is write, write-and-lie (flushes do
@@ -24,16 +25,10 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments.as_slice() {
-        ["kills", interface, kernel, rounds, seed, raw @ ..]
-            if raw.is_empty() || raw == ["raw"] =>
-        {
-            kills::run(
-                interface.parse()?,
-                kernel.parse()?,
-                rounds.parse()?,
-                seed.parse()?,
-                !raw.is_empty(),
-            )
+        ["kills", interface, kernel, rounds, seed, volume] => {
+            let volume: kills::Volume = volume.parse()?;
+            let setup = volume.setup(interface.parse()?, kernel.parse()?)?;
+            kills::run(setup, rounds.parse()?, seed.parse()?)
         }
         ["power", task, seed, earlier_lines] => {
             match power::run(power::task(task)?, seed.parse()?, earlier_lines.as_ref())? {}

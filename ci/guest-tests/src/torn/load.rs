@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use guest_tools::CorruptData;
 use guest_tools::torn::report::Area;
 use guest_tools::torn::stamp::{self, Content, SECTOR_BYTES, Stamp};
@@ -12,6 +13,7 @@ use pmem_volume::Volume;
 use pmem_volume::btt::Engine;
 use serde_json::json;
 
+use super::Interface;
 use crate::{Guest, GuestBuilder, Image, Pool};
 
 const MIB: u64 = 1 << 20;
@@ -63,16 +65,39 @@ pub enum Load {
 impl fmt::Display for Load {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(match self {
-            Self::Discard => "discards",
+            Self::Discard => "discard",
             Self::Trim => "trim",
             Self::Compaction => "compaction",
             Self::Spill => "spill",
-            Self::Redis => "spill of Redis",
+            Self::Redis => "redis",
+        })
+    }
+}
+
+impl FromStr for Load {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|load| load.to_string() == text);
+        found.with_context(|| {
+            let names = Self::ALL.map(|load| load.to_string()).join(", ");
+            format!("No such load: {text:?}; existing loads: {names}")
         })
     }
 }
 
 impl Load {
+    const ALL: [Self; 5] = [Self::Discard, Self::Trim, Self::Compaction, Self::Spill, Self::Redis];
+
+    /// Returns true if the VMM can move or release chunks of a volume with this interface.
+    pub fn works_with(self, interface: Interface) -> bool {
+        match self {
+            Self::Discard | Self::Compaction => interface == Interface::VirtioBlk,
+            Self::Trim => interface != Interface::VirtioBlk,
+            Self::Spill | Self::Redis => true,
+        }
+    }
+
     /// Sizes of the pool and of the volume.
     pub(super) fn sizes(self) -> [&'static str; 2] {
         match self {
@@ -272,7 +297,7 @@ impl Load {
         if self == Self::Compaction {
             plug_memory(guest, limit)?;
         }
-        guest.wait_until(&format!("the VMM has begun with the {self}"), limit, || {
+        guest.wait_until(&format!("the VMM moves or releases chunks ({self})"), limit, || {
             Ok(self.moved_bytes(guest)? > 0)
         })
     }

@@ -37,12 +37,13 @@ fn batches(first_seed: u32, rounds: u32) -> Vec<Batch> {
 impl Soak<'_> {
     /// Kills guests that use volumes. No sector may be torn or lost.
     pub(super) fn kill(&mut self, interface: &str, kernel: &str) -> Result<()> {
-        self.kill_guests(interface, kernel, self.arguments.rounds(200), None)
+        let arguments = self.arguments;
+        self.kill_guests(interface, kernel, arguments.rounds(200), &arguments.volume)
     }
 
     /// Kills guests that use a raw volume. At least one sector should be torn.
     pub(super) fn kill_raw(&mut self, kernel: &str) -> Result<()> {
-        self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, Some("raw"))
+        self.kill_guests("virtio-pmem", kernel, RAW_ROUNDS, "raw")
     }
 
     fn kill_guests(
@@ -50,14 +51,10 @@ impl Soak<'_> {
         interface: &str,
         kernel: &str,
         rounds: u32,
-        format: Option<&str>,
+        volume: &str,
     ) -> Result<()> {
-        let suffix = |separator: &str| {
-            format.map(|format| format!("{separator}{format}")).unwrap_or_default()
-        };
-        let name = format!("{interface} on {kernel}{}", suffix(", "));
-        let folder =
-            self.checkout.path(FOLDER).join(format!("{interface}-{kernel}{}", suffix("-")));
+        let name = format!("{interface} on {kernel}, {volume}");
+        let folder = self.checkout.path(FOLDER).join(format!("{interface}-{kernel}-{volume}"));
         remove_folder(&folder)?;
         let hosts = host_kind::hosts_at_once(HOST_MIB.into())?;
         let run = |batch: &Batch| {
@@ -67,7 +64,7 @@ impl Soak<'_> {
                 memory_mib: HOST_MIB,
                 prefix: format!("{interface} {kernel} {}| ", batch.seed),
             };
-            let end = boots.run(|| boots.boot(&arguments(interface, kernel, batch, format)))?;
+            let end = boots.run(|| boots.boot(&arguments(interface, kernel, batch, volume)))?;
             if end.code != 0 {
                 bail!("{name}, seed {}: exit code {}", batch.seed, end.code);
             }
@@ -88,43 +85,68 @@ impl Soak<'_> {
 }
 
 /// Returns the arguments that `host` needs to run a batch.
-fn arguments(interface: &str, kernel: &str, batch: &Batch, format: Option<&str>) -> Vec<String> {
+fn arguments(interface: &str, kernel: &str, batch: &Batch, volume: &str) -> Vec<String> {
     let Batch { seed, rounds } = batch;
     let timeout = rounds * KILL_S + BOOT_S;
     let line = format!(
         "--cpus 1 --timeout {timeout} -- env FORESHORE_TEST_DIR=/out/soak soak kills {interface} \
-         {kernel} {rounds} {seed}"
+         {kernel} {rounds} {seed} {volume}"
     );
-    line.split(' ').chain(format).map(str::to_owned).collect()
+    line.split(' ').map(str::to_owned).collect()
 }
 
-/// Counts and their names.
-type Tally = Vec<(u64, String)>;
+/// Figures and their texts.
+type Tally = Vec<(String, Figure)>;
 
-/// Reads the tally that `soak` prints at the end of a boot: `SETUP, seed N: 25 kills, 200 looks`.
-/// Returns `None` if the tally is missing or contains something other than counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Figure {
+    Count(u64),
+    /// Longest of several times.
+    LongestMs(u64),
+}
+
+impl Figure {
+    fn with(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::LongestMs(ms), Self::LongestMs(other_ms)) => Self::LongestMs(ms.max(other_ms)),
+            (Self::Count(count), Self::Count(other_count)) => Self::Count(count + other_count),
+            (figure, _) => figure,
+        }
+    }
+}
+
+/// Reads the tally that `soak` prints at the end of a boot: `SETUP, seed N: 25 kills, 200 looks;
+/// longest time between two flushes 12 ms`. Returns `None` if the tally is missing or cut off.
 fn read_tally(output: &str) -> Option<Tally> {
     let tally = |line: &str| {
         let (setup, tally) = line.split_once(": ")?;
         setup.rsplit_once(", seed ")?.1.parse::<u64>().ok()?;
-        let count = |part: &str| {
-            let (count, text) = part.trim_start().split_once(' ')?;
-            Some((count.parse().ok()?, text.to_owned()))
-        };
-        tally.split([',', ';']).map(count).collect()
+        tally.split([',', ';']).map(|part| read_figure(part.trim_start())).collect()
     };
     output.lines().find_map(tally)
 }
 
+fn read_figure(part: &str) -> Option<(String, Figure)> {
+    if let Some((text, ms)) = part.strip_suffix(" ms").and_then(|part| part.rsplit_once(' ')) {
+        return Some((text.to_owned(), Figure::LongestMs(ms.parse().ok()?)));
+    }
+    let (count, text) = part.split_once(' ')?;
+    Some((text.to_owned(), Figure::Count(count.parse().ok()?)))
+}
+
 fn sum_up(tallies: impl Iterator<Item = Tally>) -> String {
     let mut sums = Tally::new();
-    for (index, (count, text)) in tallies.flat_map(|tally| tally.into_iter().enumerate()) {
-        match sums.get_mut(index) {
-            Some((sum, _)) => *sum += count,
-            None => sums.push((count, text)),
+    for (text, figure) in tallies.flatten() {
+        match sums.iter_mut().find(|(of_sum, _)| *of_sum == text) {
+            Some((_, sum)) => *sum = sum.with(figure),
+            None => sums.push((text, figure)),
         }
     }
-    sums.iter().map(|(sum, text)| format!("{sum} {text}")).collect::<Vec<_>>().join(", ")
+    let part = |(text, figure): &(String, Figure)| match figure {
+        Figure::Count(count) => format!("{count} {text}"),
+        Figure::LongestMs(ms) => format!("{text} {ms} ms"),
+    };
+    sums.iter().map(part).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -140,10 +162,20 @@ mod tests {
 
     #[test]
     fn batch_is_a_command_on_a_host_with_one_cpu() {
-        let line = arguments("nvdimm", "6.1", &Batch { seed: 7, rounds: 2 }, Some("raw")).join(" ");
+        let line = arguments("nvdimm", "6.1", &Batch { seed: 7, rounds: 2 }, "raw").join(" ");
         let expected = "--cpus 1 --timeout 300 -- env FORESHORE_TEST_DIR=/out/soak soak kills nvdimm 6.1 2 7 raw";
         assert_eq!(line, expected);
         crate::host::tests::parse(&line).unwrap();
+    }
+
+    #[test]
+    fn counts_are_added_and_the_longest_time_is_kept() {
+        let outputs = [
+            "lane 0: killed\nnvdimm on 6.1, thin, redis, seed 7: 25 kills, 2 looks; 0 torn; longest gap 9 ms",
+            "nvdimm on 6.1, thin, redis, seed 9: 3 kills, 1 looks; 0 torn; longest gap 12 ms; 8 KiB moved",
+        ];
+        let sum = sum_up(outputs.into_iter().map(|output| read_tally(output).unwrap()));
+        assert_eq!(sum, "28 kills, 3 looks, 0 torn, longest gap 12 ms, 8 KiB moved");
     }
 
     #[test]

@@ -29,6 +29,8 @@ const FOLDER: &str = "target/soak";
 const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
 /// Cloud flavors only, because the generic flavor uses the same drivers.
 const KERNELS: [&str; 2] = ["6.12", "6.1"];
+/// Kinds of volumes, and loads that make the VMM move or release chunks of a thin one.
+const VOLUMES: [&str; 7] = ["thick", "thin", "discard", "trim", "compaction", "spill", "redis"];
 const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
 const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
 /// Upper limit of `--rounds`. Time limits of this many rounds fit into 32 bits.
@@ -51,6 +53,13 @@ pub(crate) struct Arguments {
     /// Kill only guests with this kernel
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(KERNELS))]
     kernel: Option<String>,
+    /// Kill guests with volumes of this kind, or with thin volumes under this load: discard and
+    /// compaction (virtio-blk), trim (nvdimm, virtio-pmem), spill, redis
+    #[arg(
+        long, value_name = "KIND", default_value = "thin",
+        value_parser = PossibleValuesParser::new(VOLUMES)
+    )]
+    volume: String,
     /// Run only these workloads under pressure
     #[arg(
         long = "workload",

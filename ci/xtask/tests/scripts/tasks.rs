@@ -118,7 +118,7 @@ fn early_end_of_prometheus_is_reported_with_its_last_lines() {
 /// Stub that prints the tally of a batch, except with the seed `$MUTE`. Fails with the seed `$BAD`.
 const SOAK: &str = r#"#!/bin/sh
 [ "$1" = kills ] || exit 1
-[ "$5" = "$MUTE" ] || echo "$2 on $3, seed $5: $4 kills, 10 looks; 3 flushes acknowledged"
+[ "$5" = "$MUTE" ] || echo "$2 on $3, seed $5: $4 kills, 10 looks; longest time between two flushes $4 ms"
 [ "$5" != "$BAD" ]
 "#;
 
@@ -136,8 +136,7 @@ fn tallies_of_all_kills_are_a_row_of_the_table() {
     let Some(tree) = Tree::with_tools(":") else { return };
     let (code, stdout, stderr) = kill(&tree, 60, &[]);
     assert_eq!(code, 0, "{stderr}");
-    let row =
-        "nvdimm on 6.1                7          60 kills, 30 looks, 9 flushes acknowledged\n";
+    let row = "nvdimm on 6.1, thin          7          60 kills, 30 looks, longest time between two flushes 25 ms\n";
     assert!(stdout.contains("nvdimm 6.1 9| nvdimm on 6.1, seed 9: 25 kills"), "{stdout}");
     assert!(stdout.contains("\nmeasured on: ") && stdout.ends_with(row), "{stdout}");
     assert!(fs::read_to_string(tree.path("target/soak/table")).unwrap().ends_with(row));
@@ -149,9 +148,10 @@ fn kills_that_fail_or_have_no_tally_are_the_last_ones() {
     for (variable, reason) in [("BAD", "exit code 1"), ("MUTE", "no tally")] {
         let (code, stdout, stderr) = kill(&tree, 75, &[(variable, "9")]);
         assert_eq!(code, 1);
-        let row = "nvdimm on 6.1                7          FAILED: see target/soak/nvdimm-6.1/9\n";
+        let row =
+            "nvdimm on 6.1, thin          7          FAILED: see target/soak/nvdimm-6.1-thin/9\n";
         assert!(stdout.ends_with(row), "{stdout}");
-        assert!(!tree.path("target/soak/nvdimm-6.1/11").exists());
-        assert!(stderr.contains(&format!("nvdimm on 6.1, seed 9: {reason}\n")), "{stderr}");
+        assert!(!tree.path("target/soak/nvdimm-6.1-thin/11").exists());
+        assert!(stderr.contains(&format!("nvdimm on 6.1, thin, seed 9: {reason}\n")), "{stderr}");
     }
 }
