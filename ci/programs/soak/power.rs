@@ -10,10 +10,12 @@ use std::sync::Barrier;
 use std::thread;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
-use guest_tests::Pool;
 use guest_tests::torn::{Interface, Load, Setup, Victim};
+use guest_tests::{Kernel, Pool};
 use guest_tools::content::Bytes;
 use guest_tools::torn::report::Line;
+
+use crate::kills::Volume;
 
 /// Medium of a pool that survives the host.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +54,12 @@ pub(crate) enum Task {
 
 /// Runs a task. `earlier_lines` is a file with the lines of earlier boots, and is empty before the
 /// first boot.
-pub(crate) fn run(task: Task, seed: u64, earlier_lines: &Path) -> Result<Infallible> {
+pub(crate) fn run(
+    task: Task,
+    seed: u64,
+    volume: Volume,
+    earlier_lines: &Path,
+) -> Result<Infallible> {
     let earlier_lines = fs::read_to_string(earlier_lines)
         .with_context(|| format!("Cannot read {}", earlier_lines.display()))?;
     let first = earlier_lines.is_empty();
@@ -61,14 +68,15 @@ pub(crate) fn run(task: Task, seed: u64, earlier_lines: &Path) -> Result<Infalli
     let mut victims = Vec::new();
     for medium in MEDIA {
         let interface = Interface::ALL[(random.next_u64() % Interface::ALL.len() as u64) as usize];
+        let kernel = [Kernel::V6_12, Kernel::V6_1][(random.next_u64() % 2) as usize];
+        let setup = volume.setup(interface, kernel)?;
         // A mapped volume has no discards.
-        let load = (interface == Interface::VirtioBlk).then_some(Load::Discard);
+        let has_discards = setup.is_thin && interface == Interface::VirtioBlk;
         let setup = Setup {
             max_unflushed_sectors: medium.max_unflushed_sectors,
             has_noop_flushes: task == Task::WriteUnflushed,
-            is_thin: true,
-            load,
-            ..Setup::new(interface)
+            load: setup.load.or(has_discards.then_some(Load::Discard)),
+            ..setup
         };
         let victim = victim(
             medium,
@@ -80,7 +88,7 @@ pub(crate) fn run(task: Task, seed: u64, earlier_lines: &Path) -> Result<Infalli
         if !first {
             classify(medium, &mut victim, task)?;
         }
-        println!("{}: {} by {interface}", medium.name, medium.class);
+        println!("{}: {}, {setup}", medium.name, medium.class);
         victims.push((medium, victim));
     }
     match task {

@@ -60,7 +60,7 @@ enum Task {
     ///   guest-tool
     ///   ndctl-KERNEL               basic with Debian's ndctl
     ///   redis-6.12                 basic with Debian's Redis
-    ///   workloads-6.12             basic with Debian's Redis, SQLite's shell and tcc
+    ///   workloads-KERNEL           basic with Debian's Redis, SQLite's shell and tcc
     ///   file-systems-6.12-generic  basic with XFS, F2FS and Btrfs, their tools, and sfdisk
     ///
     /// The images are NAME.img under target/ci/guests. Packages are fetched once. An image is built

@@ -67,12 +67,7 @@ const FLAVORS: [Flavor; 5] = [
         modules: FILE_SYSTEM_MODULES,
     },
     Flavor { name: "redis", kernels: Kernels::Default, programs: Some(&REDIS), modules: "" },
-    Flavor {
-        name: "workloads",
-        kernels: Kernels::Default,
-        programs: Some(&WORKLOADS),
-        modules: "",
-    },
+    Flavor { name: "workloads", kernels: Kernels::Cloud, programs: Some(&WORKLOADS), modules: "" },
 ];
 
 struct Image {
@@ -225,6 +220,7 @@ mod tests {
             "file-systems-6.12-generic",
             "redis-6.12",
             "workloads-6.12",
+            "workloads-6.1",
         ];
         assert_eq!(names, expected);
     }

@@ -53,8 +53,9 @@ pub(crate) struct Arguments {
     /// Kill only guests with this kernel
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(KERNELS))]
     kernel: Option<String>,
-    /// Kill guests with volumes of this kind, or with thin volumes under this load: discard and
-    /// compaction (virtio-blk), trim (nvdimm, virtio-pmem), spill, redis
+    /// Kill guests, and cut the power of hosts, with volumes of this kind, or with thin volumes
+    /// under this load: discard, compaction (kills with virtio-blk), trim (kills with nvdimm,
+    /// virtio-pmem), spill, redis
     #[arg(
         long, value_name = "KIND", default_value = "thin",
         value_parser = PossibleValuesParser::new(VOLUMES)

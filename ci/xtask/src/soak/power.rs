@@ -76,7 +76,8 @@ impl Soak<'_> {
             prefix: String::new(),
         };
         let run = || {
-            let arguments = arguments(folder, task, &seed, delay_ms);
+            let volume = &self.arguments.volume;
+            let arguments = arguments(folder, task, &seed, volume, delay_ms);
             let end = boots.run(|| boot_on_copies(&boots, folder, &arguments))?;
             if end.code == 0 {
                 let mut acknowledged =
@@ -93,15 +94,21 @@ fn now(folder: &Path, disk: &str) -> String {
     folder.join(format!("{disk}.now")).display().to_string()
 }
 
-fn arguments(folder: &Path, task: &str, seed: &str, delay_ms: Option<u32>) -> Vec<String> {
+fn arguments(
+    folder: &Path,
+    task: &str,
+    seed: &str,
+    volume: &str,
+    delay_ms: Option<u32>,
+) -> Vec<String> {
     let (disk, nvdimm) = (now(folder, DISKS[0]), now(folder, DISKS[1]));
     let acknowledged = folder.join(ACKNOWLEDGED).display().to_string();
     let host =
         ["--disk", &disk, "--nvdimm-file", &nvdimm, "--timeout", TIMEOUT_S, "--put", &acknowledged];
     let cut = delay_ms.map(|delay| ["--power-cut".to_owned(), format!("{CUT_LINE}:{delay}")]);
-    let soak =
-        ["--", "env", "FORESHORE_TEST_DIR=/out/soak", "soak", "power", task, seed, ACKNOWLEDGED];
-    let (host, soak) = (host.map(str::to_owned), soak.map(str::to_owned));
+    let soak = ["--", "env", "FORESHORE_TEST_DIR=/out/soak", "soak", "power", task, seed, volume];
+    let soak = soak.into_iter().chain([ACKNOWLEDGED]).map(str::to_owned);
+    let host = host.map(str::to_owned);
     host.into_iter().chain(cut.into_iter().flatten()).chain(soak).collect()
 }
 
@@ -175,9 +182,9 @@ dax: 64 sectors, 0 newer than acknowledged, 0 before their map entry; 2 torn, 1 
 
     #[test]
     fn power_is_cut_after_the_line_unless_the_boot_only_looks() {
-        let line = |delay| arguments(Path::new("/s"), "write", "8", delay).join("|");
+        let line = |delay| arguments(Path::new("/s"), "write", "8", "thin", delay).join("|");
         let disks = "--disk|/s/disk.now|--nvdimm-file|/s/nvdimm.now|--timeout|600|--put|/s/heard|";
-        let soak = "--|env|FORESHORE_TEST_DIR=/out/soak|soak|power|write|8|heard";
+        let soak = "--|env|FORESHORE_TEST_DIR=/out/soak|soak|power|write|8|thin|heard";
         assert_eq!(line(Some(70)), format!("{disks}--power-cut|all guests write:70|{soak}"));
         assert_eq!(line(None), format!("{disks}{soak}"));
     }
