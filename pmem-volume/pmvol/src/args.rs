@@ -237,7 +237,7 @@ Examples:
   pmvol volume create /pm/pool dax --size 2G --format raw
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume create /pm/pool logs --size 64G --reserve 8G   only 8G are guaranteed
-  pmvol volume create /pm/pool fast --size 8G --thick         has all of its space at once
+  pmvol volume create /pm/pool fast --size 8G --thick         all of its space is allocated
   pmvol volume create /pm/pool root --from debian.img
   pmvol volume create /pm/pool root --from debian.qcow2 --image-format qcow2 --size 8G")]
     Create {
@@ -261,13 +261,13 @@ Examples:
         /// Format of the volume
         #[arg(long, value_parser = volume_format(), default_value_t = VolumeFormat::Btt)]
         format: VolumeFormat,
-        /// Create a thin volume: chunks are allocated when they are first written (default)
+        /// Create a thin volume: chunks are allocated when they are first written (default for btt)
         ///
         /// The rest of its size stays promised to the volume in the pool, unless --reserve limits
         /// the promise.
         #[arg(long)]
         thin: bool,
-        /// Allocate all chunks of the volume; always done for a raw volume
+        /// Allocate all chunks when the volume is created (default for raw)
         #[arg(long, conflicts_with = "thin")]
         thick: bool,
         /// Guarantee only this part of a thin volume, a multiple of 2M from 0 to its size
