@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_add_their_boots_at_the_same_time() {
+    fn boots_of_parallel_threads_are_all_counted() {
         const THREADS: u32 = 4;
         const BOOTS: u32 = 500;
         let folder = tempfile::tempdir().unwrap();

@@ -383,7 +383,7 @@ fn repair_fixes_explained_damage_and_reports_the_rest() {
         "{text}"
     );
     assert!(good == std::fs::read(folder.path("pool")).unwrap());
-    // Without their wear words, the chunks cannot be distinguished.
+    // Without the copies in their wear words, the chunks cannot be distinguished.
     overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 32]);
     let output = folder.run(&["repair", "pool", "--dry-run"]);
     let text = String::from_utf8(output.stdout).unwrap();

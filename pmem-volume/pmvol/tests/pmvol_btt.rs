@@ -24,7 +24,7 @@ const SECTOR_BYTES: usize = 4096;
 const VOLUME_AT: u64 = 4 * MIB;
 const INFO_AT: u64 = VOLUME_AT + 4096;
 
-/// Creates a pool with a BTT volume `v`, which is in one piece.
+/// Creates a pool with a BTT volume `v`, whose chunks are contiguous.
 fn with_volume() -> Folder {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "96M"]);
@@ -364,8 +364,8 @@ fn readable_data_of_a_damaged_pool_is_exported() {
     let count = sectors(&folder);
     image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
     folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
-    // Clears the owner words of chunks 5 and 6, the fourth and fifth of the volume. A repair cannot
-    // tell which of them is which.
+    // Clears the owner words of chunks 5 and 6, the fourth and fifth of the volume, and their
+    // copies. A repair cannot distinguish these chunks.
     overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 16]);
     overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 16]);
     let before = fs::read(folder.path("pool")).unwrap();

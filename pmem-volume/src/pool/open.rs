@@ -262,7 +262,8 @@ fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Resul
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
         table.set_owner(media, chunk, Owner::Scrub)?;
     }
-    // A copy must be durable before the index that it names may belong to another volume.
+    // Copies must be durable before volumes get data and indexes are reused, because a repair would
+    // trust stale copies.
     let stored = scan.to_scrub.iter().chain(&scan.stale_copies).chain(&scan.bad_wear);
     let entries: Vec<_> = stored.map(|run| table.byte_range(*run)).collect();
     media.persist(&entries)

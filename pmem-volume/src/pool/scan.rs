@@ -285,8 +285,8 @@ impl Scan {
         self.in_part(origin, index).is_some_and(|(slot, index)| self.add_chunk(slot, index, chunk))
     }
 
-    /// Returns the slot of the part that has got an index of an unfinished split's volume, and the
-    /// index there.
+    /// Returns the slot of the part that contains an index of a split volume, and the index in the
+    /// part. Only parts of unfinished splits are found.
     pub(crate) fn in_part(&self, origin: Slot, index: u32) -> Option<(Slot, u32)> {
         let ((_, start), (end, slot)) =
             self.parts.range((origin, 0)..=(origin, index)).next_back()?;

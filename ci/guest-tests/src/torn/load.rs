@@ -34,12 +34,13 @@ const FILES: &str = "1 2 3 4";
 /// The pool of a spill has 140 MiB besides its metadata, of which the volume was promised 64 MiB.
 /// That of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
 const ZONE_MIB: u64 = 96;
-/// With Redis, the pool has 124 MiB besides its metadata.
+/// With Redis, the pool has 124 MiB besides its metadata, of which the volume was promised 64 MiB.
 const REDIS_ZONE_MIB: u64 = 112;
+/// Plugged memory, of which a part is lent from promised space: 60 MiB are not promised.
 const REDIS_BORROWS_MIB: u64 = 72;
-/// Size of a guest's DRAM and a part of the zone.
+/// Memory that Redis fills: the guest's DRAM of 256 MiB and a part of the zone.
 const REDIS_MIB: u64 = 280;
-/// Output of Redis after its end.
+/// Output of the load with Redis, if it has ended.
 const REDIS_END: &str = "/tmp/redis-end";
 /// The pool has more free space than the lower watermarks when the memory is plugged.
 const MARKS: &str = "storage_min=4M,storage_low=6M";
@@ -131,7 +132,7 @@ impl Load {
         }
     }
 
-    /// Returns true if the guest needs a module.
+    /// Returns true if the guest needs `module`.
     pub(super) fn needs(self, module: &str) -> bool {
         match self {
             Self::Discard | Self::Trim => false,

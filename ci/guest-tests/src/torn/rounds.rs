@@ -28,7 +28,7 @@ pub struct Tally {
     pub longest_gap: Duration,
     /// Bytes that the loads made the VMMs move or release.
     pub moved_bytes: u64,
-    /// Upper bound of the times for which stores to holes waited for their chunks.
+    /// Upper bound of the longest wait of a store to a hole for its chunk.
     pub longest_fill: Duration,
 }
 

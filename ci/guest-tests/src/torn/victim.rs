@@ -227,18 +227,18 @@ pub struct WriterCounts {
     pub longest_gap: Duration,
     /// Bytes that the load made the VMM move or release.
     pub moved_bytes: u64,
-    /// Upper bound of the times for which stores to holes waited for their chunks. The vCPU was in
+    /// Upper bound of the longest wait of a store to a hole for its chunk. The vCPU waits in
     /// `KVM_RUN`.
     pub longest_fill: Duration,
 }
 
 impl WriterCounts {
-    /// Reads the counters of the VMM, which end with it.
+    /// Reads the metrics of the VMM, which are lost when it is killed.
     fn take_metrics(&mut self, guest: &Guest, load: Option<Load>) -> Result<()> {
         // Without a load, the VMM may be stopped for a look at the volume.
         let Some(load) = load else { return Ok(()) };
         self.moved_bytes = load.moved_bytes(guest)?;
-        // Volumes that are not mapped or thin have no such stores.
+        // Only mapped thin volumes have such stores.
         let fill_s = guest.metrics()?.quantile("foreshore_volume_hole_fill_duration_seconds", 1.0);
         let bound = |fill_s| Duration::try_from_secs_f64(fill_s).unwrap_or(Duration::MAX);
         self.longest_fill = fill_s.map_or(Duration::ZERO, bound);

@@ -49,7 +49,7 @@ impl Wear {
         }
     }
 
-    /// Increments the number of uses of each chunk. The count in the chunk table ends earlier, at
+    /// Increments the number of uses of each chunk. The count in the chunk table stops at
     /// [`MAX_USES`](crate::pool::format::table::MAX_USES).
     pub(crate) fn count_use(&mut self, run: Run) {
         let chunks = run.start.0 as usize..run.end().0 as usize;

@@ -27,7 +27,7 @@ const COPY_OF_STATE: u64 = (1 << COPY_PLACE_BITS) - 1;
 /// Bits of the number of uses in a word without a copy.
 const OLDER_USES_BITS: u32 = 32;
 const _: () = assert!(USES_BITS + COPY_INDEX_BITS + COPY_PLACE_BITS == CHECK_SHIFT);
-// The first programs take a word with a copy for a damaged one, and none of their counters for a
+// The first programs detect a word with a copy as damaged. None of their counts is decoded as a
 // copy.
 const _: () = assert!(USES_BITS + COPY_INDEX_BITS >= OLDER_USES_BITS);
 const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
@@ -186,8 +186,8 @@ fn owner_bits(owner: Owner) -> u64 {
     }
 }
 
-/// Returns the owner if a wear word can contain a copy of it: no chunk of a volume beyond 2 TiB, or
-/// in a slot above 1021.
+/// Returns the owner if a wear word can contain a copy of it. There is no copy for a chunk of a
+/// volume beyond 2 TiB or in a slot above 1021.
 pub(crate) fn copy_of(owner: Owner) -> Option<Owner> {
     Some(owner).filter(|owner| copy_bits(*owner) != 0)
 }
@@ -211,7 +211,7 @@ fn decode_copy(bits: u64) -> Option<Owner> {
     }
 }
 
-/// Returns the owner with a state that needs neither slot nor index.
+/// Returns the owner with a state that has neither slot nor index.
 fn unowned(state: u64) -> Option<Owner> {
     match state {
         STATE_FREE => Some(Owner::Free),
@@ -228,8 +228,8 @@ fn unowned(state: u64) -> Option<Owner> {
 pub(crate) struct WearWord {
     /// Number of uses, at most [`MAX_USES`].
     pub(crate) uses: u32,
-    /// Copy of the owner, for the case that the owner word is lost. A crash may leave only one of
-    /// them as before.
+    /// Copy of the owner, from which a repair restores a lost owner word. A crash may leave the old
+    /// value of either word.
     pub(crate) owner: Option<Owner>,
 }
 
@@ -387,7 +387,7 @@ impl ChunkTable {
     }
 
     /// Stores the owner and its copy, which are not durable when the call returns. After a crash,
-    /// either of them may be that of the owner before.
+    /// either of them may still name the previous owner.
     pub(crate) fn set_owner(
         self,
         media: &dyn Media,
@@ -429,7 +429,7 @@ impl ChunkTable {
         media.store_word(at + 8, encode_wear(chunk, WearWord { uses, owner: Some(owner) }))
     }
 
-    /// Makes the wear word of a chunk match its owner word. A damaged owner word has no copy.
+    /// Makes the wear word of a chunk match its owner word. A damaged owner word is not copied.
     pub(crate) fn correct_wear(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
         let owner = self.owner(media, chunk)?.ok();
         let wear = WearWord { uses: self.uses(media, chunk)?, owner };
@@ -539,7 +539,7 @@ mod tests {
         assert!((0..1 << 17).all(|chunk| decode_wear(ChunkId(chunk), !0).is_err()));
     }
 
-    /// The first programs count up to 2^32 and accept only words whose upper bits are zero.
+    /// The first programs count with 32 bits, and accept only words whose bits 32 to 47 are zero.
     #[test]
     fn copy_and_counter_of_the_first_programs_are_not_confused() {
         let chunk = ChunkId(3);

@@ -386,11 +386,11 @@ fn fix_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Fix>, M
 }
 
 /// Repairs owner words. A chunk of a volume must never be treated as unused. Therefore, while a
-/// volume has a gap or may have a hidden one, only words that fill gaps, and words of unused chunks
-/// according to their copies, are repaired. If a thin volume has a hole, a chunk with data may
-/// belong there, unless a flipped bit or its copy explains its word. The other words remain
-/// damaged, so opening refuses the pool and erases nothing. If very many words are damaged, none of
-/// them is repaired.
+/// volume has a gap or may have a hidden one, only two kinds of words are repaired: those that fill
+/// gaps or holes, and those of chunks that are unused according to their copies. If a thin volume
+/// has a hole, a chunk with data may belong there, unless a flipped bit or its copy explains its
+/// word. The other words remain damaged, so opening refuses the pool and erases nothing. If very
+/// many words are damaged, none of them is repaired.
 pub(in crate::pool) fn fix_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -399,10 +399,10 @@ pub(in crate::pool) fn fix_owners(
     fix_owners_with(media, superblock, scan, unique_claims)
 }
 
-/// Chunks by the missing index that they are to fill.
+/// Missing indexes, each with the chunk that fills it.
 type Claims = BTreeMap<(Slot, u32), ChunkId>;
 
-/// Repairs owner words as [`fix_owners`] does. `choose` resolves claims to missing indexes.
+/// Repairs owner words as [`fix_owners`] does. `choose` selects the chunks for missing indexes.
 pub(in crate::pool) fn fix_owners_with(
     media: &dyn Media,
     superblock: &Superblock,
@@ -504,8 +504,8 @@ pub(in crate::pool) struct Suspect {
 }
 
 impl Suspect {
-    /// Returns `None` if the owner word is whole. Words of an unfinished split may still name the
-    /// split volume.
+    /// Returns `None` if the owner word is valid. Words and copies that still name the volume of an
+    /// unfinished split are interpreted as those of its parts.
     fn of(chunk: ChunkId, entry: Entry, scan: &Scan) -> Option<Self> {
         let word = entry.owner.err()?;
         let after_split = |owner| match owner {
@@ -527,15 +527,16 @@ impl Suspect {
         }
     }
 
-    /// Returns the new owner of a chunk that belonged to no volume according to its copy and to the
-    /// flipped bit, if there is one. A copy alone does not explain a *free* chunk with data.
+    /// Returns the new owner of a chunk that belonged to no volume according to its copy and, if a
+    /// flipped bit names an owner, also to that. A copy alone does not explain a *free* chunk with
+    /// data.
     fn unused_by_copy(&self, reads_as_zeros: impl FnOnce() -> bool) -> Option<Owner> {
         match (self.corrected, self.copy?) {
             (_, Owner::Volume { .. }) | (Some(Owner::Volume { .. }), _) => None,
             (Some(Owner::Retired), _) | (None, Owner::Retired) => Some(Owner::Retired),
             (_, Owner::Retired) => None,
             (None, Owner::Free) => reads_as_zeros().then_some(Owner::Scrub),
-            // Each of these states means that the chunk has to be erased.
+            // In each of these states, the content of the chunk is not needed.
             (_, Owner::Free | Owner::Metadata | Owner::Memory | Owner::Scrub) => Some(Owner::Scrub),
         }
     }
@@ -589,7 +590,7 @@ fn owner_without_gaps(corrected: Option<Owner>) -> (Owner, &'static str) {
 }
 
 /// Returns the missing indexes that exactly one chunk claims. If the flipped bit and the copy of a
-/// chunk name different owners, the chunk gets neither index, and no other chunk does.
+/// chunk name different owners, neither this chunk nor another gets their indexes.
 fn unique_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
     let claims = all_claims(bad, gaps).into_iter();
     let sole = |((slot, index), chunks): ((Slot, u32), Vec<ChunkId>)| {
@@ -599,7 +600,7 @@ fn unique_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
     claims.filter_map(sole).collect()
 }
 
-/// Wrong variant for tests: the first claim to each index counts.
+/// Broken variant for tests, in which the first claim to each index counts.
 #[cfg(test)]
 pub(in crate::pool) fn first_claims(bad: &Suspects, gaps: &[&Gaps]) -> Claims {
     all_claims(bad, gaps).into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
@@ -728,8 +729,7 @@ pub(in crate::pool) fn fix_free_chunks(
 }
 
 /// Returns the offset and the new value of an owner word. Its copy is not changed, because a crash
-/// could leave a new copy beside the damaged word, which would then contradict it. Open corrects
-/// copies.
+/// could leave a new copy that contradicts the damaged word. Open corrects copies.
 fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
     let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
     (at, encode_owner(chunk, owner))

@@ -34,7 +34,7 @@ fn store_mark(pool: &Arc<OtherPool>, (name, mark): (&str, u64), index: u32) -> C
     ChunkId((volume.chunk_offset(index).unwrap() / CHUNK_BYTES) as u32)
 }
 
-/// Pool with the thin volume `v`, which has two chunks with data. Returns the second.
+/// Creates a pool with the thin volume `v`, which has two chunks with data, and returns the second.
 fn with_thin_volume() -> (Simulator, Arc<OtherPool>, ChunkId) {
     let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 2);
     create_thin(&pool, "v");
@@ -144,7 +144,7 @@ fn open_corrects_a_copy_that_a_crash_left() {
 }
 
 /// The chunk belongs to `v`, but its copy is that of a free chunk. When the pool is open, the
-/// volume may get data, which a repair would erase after a power cut.
+/// volume may get data. After a power cut, a repair would trust a stale copy and erase the data.
 #[test]
 fn corrected_copy_is_durable_when_the_pool_is_open() {
     let (media, pool, chunk) = with_thin_volume();

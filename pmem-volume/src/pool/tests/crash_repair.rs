@@ -65,8 +65,8 @@ fn crash_in_a_repair_leaves_a_repairable_pool() {
         ))),
         4
     );
-    // Owner words of unused chunks are repaired only after the gap is filled, except if their
-    // copies explain them.
+    // Owner words of unused chunks are repaired only after the gap is filled, unless their copies
+    // explain them.
     let unowned = |flip: &dyn Fn(u64, u64)| {
         both(flip);
         flip(entry(4), 1 << 17);

@@ -393,7 +393,7 @@ const FREE_OWNER_SEALED: Expected = &[
 
 const VOLUME_WEAR_SEALED: Expected = &[("count", &["opens"]), ("owner", &["opens"])];
 
-/// The copy of a state may become an invalid state.
+/// A flipped bit can turn the copied state into an invalid one.
 const STATE_WEAR_SEALED: Expected =
     &[("count", &["opens"]), ("owner", &["opens", "opens WearWord"])];
 

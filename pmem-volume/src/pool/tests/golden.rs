@@ -22,7 +22,7 @@ const GOLDEN_THIN: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin.golden");
 const GOLDEN_RESERVE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-reserve.golden");
-/// Written by a program that kept no copies of owners.
+/// Written by a program that stored no copies of owners.
 const GOLDEN_OLDER: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1-thin-older.golden");
 const POOL_BYTES: u64 = 32 * MIB;

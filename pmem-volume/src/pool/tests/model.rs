@@ -446,7 +446,8 @@ impl World {
                 (outcome_of(&self.pool.rename_volume(&name(number), &name(new_name))), expected)
             }
             Operation::Resize { name: number, chunks, shrink } => {
-                // The model does not know the arenas of a BTT, which a shrink removes.
+                // The model has no arenas, which a shrink of a BTT volume removes. Therefore, its
+                // BTT volumes only grow.
                 let is_btt = |volume: &ModelVolume| volume.format == VolumeFormat::Btt;
                 let shrink = shrink && !model.volumes.get(&name(number)).is_some_and(is_btt);
                 let expected = model.resize(&name(number), chunks, shrink);

@@ -46,7 +46,7 @@ fn repair(fixture: &Fixture, give_up: Option<&str>) -> RepairReport {
     report
 }
 
-/// Expects a repair to change nothing, and to report the damage that is left.
+/// Expects a repair to change nothing, and to report `left` pieces of damage.
 fn assert_left(fixture: &Fixture, left: usize) {
     let damaged = fixture.image();
     let report = repair(fixture, None);
@@ -133,14 +133,14 @@ fn contradictory_claim_prevents_another() {
 fn retired_chunk_with_a_flipped_bit_stays_retired() {
     let fixture = Fixture::new();
     drop(fixture.create(44 * MIB, 0));
-    // A repair has stored only the owner.
+    // The copy is still *free*, because a repair stored only the owner word.
     let word = encode_owner(ChunkId(9), Owner::Retired) ^ 1 << 50;
     fixture.overwrite(entry(9), &word.to_le_bytes());
     assert_eq!(repair(&fixture, None).left, [""; 0]);
     assert_eq!(fixture.open().info().retired_bytes, CHUNK_BYTES);
 }
 
-/// Expects a repair to change nothing, and the wrong variant to restore other data than was lost.
+/// Expects a repair to change nothing, and the broken variant to restore other data than was lost.
 fn assert_not_guessed(fixture: &Fixture) {
     let damaged = fixture.image();
     let report = repair(fixture, None);
@@ -197,8 +197,8 @@ fn chunks_of_a_volume_that_is_given_up_are_erased() {
     assert_eq!(pool.open_volume("other").unwrap().allocated_bytes(), 0);
 }
 
-/// Its volume is deleted, or has shrunk, or another chunk has the index. A wrong copy would say the
-/// same, so a chunk with data may be that of a hole.
+/// The volume in the copy is deleted or has shrunk, or another chunk has the index. As the copy may
+/// be wrong, a chunk with data may belong to a hole.
 #[test]
 fn chunk_that_no_volume_lacks_is_erased_only_if_it_reads_as_zeros() {
     for (slot, index) in [(7, 2), (0, 5), (0, 1)] {
@@ -239,7 +239,7 @@ fn word_with_a_flipped_bit_and_its_copy_may_name_different_unused_states() {
     assert_eq!(fixture.open().info().free_bytes, 17 * CHUNK_BYTES);
 }
 
-/// Another repair would otherwise find that no volume has a hole.
+/// Otherwise, only a second repair would find that no volume has a hole.
 #[test]
 fn chunk_is_erased_in_the_repair_that_fills_the_last_hole() {
     let fixture = with_thin_volume();

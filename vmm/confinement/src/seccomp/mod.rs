@@ -72,8 +72,8 @@ pub fn start(mode: SeccompMode, target: ReportTarget) -> Result<(), SeccompError
     }
     limit_heaps();
     shrink_a_heap();
-    // rustix reads the auxiliary vector at the first use and stores it. Before Linux 6.4, it opens
-    // a file for this, which threads may not.
+    // rustix reads the auxiliary vector at the first use and stores it. Filters refuse the prctl()
+    // for this, and most of them the file that is opened instead before Linux 6.4.
     let _ = rustix::param::clock_ticks_per_second();
     report::install(mode, target).map_err(SeccompError::Handler)?;
     let programs = ThreadKind::ALL.map(|kind| (kind, program::compile(kind, mode)));

@@ -71,7 +71,7 @@ impl Disk {
         size_mib: u64,
         sector_bytes: u32,
     ) -> Result<Self> {
-        // `BttMedia` writes to all of the volume, so it must have no holes.
+        // `BttMedia` writes to all of the volume, which must therefore have no holes.
         let size = format!("{size_mib}M");
         pmvol(&["volume", "create", &pool.name(), name, "--size", &size, "--thick"])?;
         BttMedia::open(pool, name)?.format(sector_bytes)?;
