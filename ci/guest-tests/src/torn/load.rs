@@ -31,9 +31,12 @@ const SCATTERED_VERSION: u64 = 1;
 /// Names of the files that are deleted.
 const FILES: &str = "1 2 3 4";
 
+/// The pool of a compaction has 172 MiB besides its metadata, of which the volume uses 40 to 60
+/// MiB.
+const COMPACTION_ZONE_MIB: u64 = 96;
 /// The pool of a spill has 140 MiB besides its metadata, of which the volume was promised 64 MiB.
-/// That of a compaction has 172 MiB, of which the volume uses 40 to 60 MiB.
-const ZONE_MIB: u64 = 96;
+/// The less remains, the less a slow guest has to write before the VMM moves memory.
+const SPILL_ZONE_MIB: u64 = 120;
 /// With Redis, the pool has 124 MiB besides its metadata, of which the volume was promised 64 MiB.
 const REDIS_ZONE_MIB: u64 = 112;
 /// Plugged memory, of which a part is lent from promised space: 60 MiB are not promised.
@@ -110,25 +113,32 @@ impl Load {
         }
     }
 
+    /// Size of the zone of PM, or 0 without one.
+    fn zone_mib(self) -> u64 {
+        match self {
+            Self::Discard | Self::Trim => 0,
+            Self::Compaction => COMPACTION_ZONE_MIB,
+            Self::Spill => SPILL_ZONE_MIB,
+            Self::Redis => REDIS_ZONE_MIB,
+        }
+    }
+
     pub(super) fn configure(self, builder: GuestBuilder, pool: &Pool) -> GuestBuilder {
-        let zone = |size_mib, options: &str| {
-            format!("pool={},size={size_mib}M,{MARKS},{options}", pool.name())
+        let zone = |options: &str| {
+            format!("pool={},size={}M,{MARKS},{options}", pool.name(), self.zone_mib())
         };
         match self {
             Self::Discard | Self::Trim => builder,
             // More than the pool has free when the memory is plugged, and less than it has before.
-            Self::Compaction => {
-                builder.memory("size=384M").pm_memory(&zone(ZONE_MIB, "storage_high=96M"))
-            }
+            Self::Compaction => builder.memory("size=384M").pm_memory(&zone("storage_high=96M")),
             Self::Spill => {
-                let zone = zone(ZONE_MIB, "storage_high=8M,spill=96M");
-                builder.memory("size=384M").pm_memory(&zone)
+                builder.memory("size=384M").pm_memory(&zone("storage_high=8M,spill=120M"))
             }
             Self::Redis => builder
                 .image(Image::Workloads)
                 .cmdline("foreshore.zram=64M")
                 .pressure("psi")
-                .pm_memory(&zone(REDIS_ZONE_MIB, "storage_high=8M,spill=112M")),
+                .pm_memory(&zone("storage_high=8M,spill=112M")),
         }
     }
 
@@ -246,7 +256,7 @@ impl Load {
         guest.wait_until_run("the disk exists", limit, &format!("test -b {device}"))?;
         guest.run_within(limit, &self.preparation(device, area, is_first))?;
         match self {
-            Self::Spill => plug_memory(guest, limit),
+            Self::Spill => self.plug_memory(guest, limit),
             Self::Redis => start_redis(guest, limit),
             Self::Discard | Self::Trim | Self::Compaction => Ok(()),
         }
@@ -296,11 +306,18 @@ impl Load {
     /// which would otherwise end before the guest writes.
     pub(super) fn start_moving(self, guest: &Guest, limit: Duration) -> Result<()> {
         if self == Self::Compaction {
-            plug_memory(guest, limit)?;
+            self.plug_memory(guest, limit)?;
         }
         guest.wait_until(&format!("the VMM moves or releases chunks ({self})"), limit, || {
             Ok(self.moved_bytes(guest)? > 0)
         })
+    }
+
+    /// Plugs all memory of the zone.
+    fn plug_memory(self, guest: &Guest, limit: Duration) -> Result<()> {
+        let zone_mib = self.zone_mib();
+        guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": zone_mib * MIB }))?;
+        wait_until_plugged(guest, zone_mib, limit)
     }
 
     /// Bytes that the VMM has moved or released.
@@ -318,12 +335,6 @@ impl Load {
 
 fn sectors(mib: &Range<u64>) -> Range<u64> {
     mib.start * SECTORS_PER_MIB..mib.end * SECTORS_PER_MIB
-}
-
-/// Plugs all memory of the zone.
-fn plug_memory(guest: &Guest, limit: Duration) -> Result<()> {
-    guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": ZONE_MIB * MIB }))?;
-    wait_until_plugged(guest, ZONE_MIB, limit)
 }
 
 /// Starts Redis, and waits until it needs so much memory that the pool has to lend space of the

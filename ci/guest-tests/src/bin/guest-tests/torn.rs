@@ -34,7 +34,6 @@ guest_tests::tests![
     kills_during_releases_lose_nothing: 600 (long) on [V6_12 & V6_1] x several,
     kills_during_compaction_lose_nothing: 600 (long) on [V6_1] x several,
     kills_during_spills_lose_nothing: 600 (long) on [V6_12 & V6_1] x several,
-    kills_during_spills_by_virtio_pmem_lose_nothing: 600 (extended) x several,
     kills_beside_redis_under_pressure_lose_nothing: 600 (extended) x several,
     kills_with_a_raw_device_tear_sectors: 400 (long) x several,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended) x several =>
@@ -99,12 +98,9 @@ fn kills_during_compaction_lose_nothing() -> Result<()> {
 fn kills_during_spills_lose_nothing() -> Result<()> {
     kills_under(&[
         (Load::Spill, Kernel::V6_1, Interface::Nvdimm, 1),
-        (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 2),
+        (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 1),
+        (Load::Spill, Kernel::V6_12, Interface::VirtioPmem, 1),
     ])
-}
-
-fn kills_during_spills_by_virtio_pmem_lose_nothing() -> Result<()> {
-    kills_under(&[(Load::Spill, Kernel::V6_12, Interface::VirtioPmem, 2)])
 }
 
 /// Redis uses the borrowed memory while the VMM moves it.
