@@ -180,6 +180,10 @@ impl PoolVolume for Volume {
         Volume::allocated_bytes(self)
     }
 
+    fn reserve_bytes(&self) -> u64 {
+        self.info().reserve_bytes
+    }
+
     fn is_thin(&self) -> bool {
         self.release_unit_bytes().is_some()
     }

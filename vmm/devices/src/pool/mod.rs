@@ -43,6 +43,9 @@ pub trait PoolVolume: Persist {
     /// Bytes of the pool that the volume occupies.
     fn allocated_bytes(&self) -> u64;
 
+    /// Guaranteed bytes of the volume.
+    fn reserve_bytes(&self) -> u64;
+
     /// Returns true if chunks of the volume can become holes.
     fn is_thin(&self) -> bool;
 

@@ -7,7 +7,8 @@
 //!
 //! The vCPU that waits may hold a lock of the guest, or one of KVM. Therefore, the thread that
 //! fills holes takes no lock of guest memory, of KVM slots or of the VM. Another thread allocates
-//! chunks in advance, so that most stores wait only for the mapping.
+//! chunks in advance, so that most stores wait only for the mapping. It does not exceed the reserve
+//! of the volume, because these chunks could otherwise be the space that a store lacks.
 
 mod chunk_access;
 mod stock;
@@ -84,6 +85,8 @@ pub struct HoleSource {
 struct Stocked {
     volume: Arc<dyn PoolVolume>,
     metrics: Arc<HoleMetrics>,
+    /// Held while a chunk is allocated.
+    allocating: Mutex<()>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -95,6 +98,9 @@ struct State {
     /// Broken variant: withdrawn chunks stay in the stock.
     #[cfg(test)]
     keeps_withdrawn: bool,
+    /// Broken variant: chunks are allocated in advance beyond the reserve.
+    #[cfg(test)]
+    ignores_reserve: bool,
 }
 
 /// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
@@ -120,6 +126,7 @@ impl HoleFiller {
         let stocked = Arc::new(Stocked {
             volume: Arc::clone(&source.volume),
             metrics: Arc::clone(&source.metrics),
+            allocating: Mutex::default(),
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -157,11 +164,7 @@ impl Drop for HoleFiller {
         self.stocked.state.lock().is_ended = true;
         self.stocked.changed.notify_all();
         self.threads.drain(..).for_each(|thread| drop(thread.join()));
-        let unused = self.stocked.state.lock().stock.drain();
-        for index in unused {
-            // If the pool has failed, the chunk stays allocated, and reads as zeros.
-            let _ = self.stocked.volume.release(index);
-        }
+        while self.stocked.release_oldest() {}
     }
 }
 
@@ -169,12 +172,38 @@ impl Stocked {
     /// Carries out the steps of the stock.
     fn run(&self) {
         while let Some(step) = self.next_step() {
-            let result = match step {
-                Step::Provision(index) => self.volume.provision(index).map(drop),
-                Step::Release(index) => self.volume.release(index),
+            let succeeded = match step {
+                Step::Provision(index) => self.provision_within_reserve(index),
+                Step::Release(index) => self.volume.release(index).is_ok(),
             };
-            self.update(|stock| stock.finish(step, result.is_ok()));
+            self.update(|stock| stock.finish(step, succeeded));
         }
+    }
+
+    /// Allocates a chunk if it is guaranteed. Returns true if it is allocated.
+    fn provision_within_reserve(&self, index: u32) -> bool {
+        // Otherwise, a store could take the last guaranteed chunk after the check.
+        let _no_other = self.allocating.lock();
+        let has_reserve = self.volume.allocated_bytes() < self.volume.reserve_bytes();
+        #[cfg(test)]
+        let has_reserve = has_reserve || self.state.lock().ignores_reserve;
+        has_reserve && self.volume.provision(index).is_ok()
+    }
+
+    /// Returns the offset of a chunk in the pool's file, which is allocated if it is not in the
+    /// stock.
+    fn provision(&self, index: u32, is_stocked: bool) -> Result<u64, MediaError> {
+        let _no_other = (!is_stocked).then(|| self.allocating.lock());
+        self.volume.provision(index)
+    }
+
+    /// Makes the chunk that has waited longest for a store a hole again. Returns false if there is
+    /// none.
+    fn release_oldest(&self) -> bool {
+        let Some(index) = self.update(Stock::pop_oldest) else { return false };
+        // If the pool has failed, the chunk stays allocated, and reads as zeros.
+        let _ = self.volume.release(index);
+        true
     }
 
     /// Waits for the next step. `None` at the end.
@@ -201,9 +230,9 @@ impl Stocked {
 
     /// Removes the chunk at `index` from the stock for a store, so that it is not released. Returns
     /// false if it was not in the stock.
-    fn take(&self, index: u32, is_mapped: &[bool]) -> bool {
+    fn take(&self, index: u32) -> bool {
         loop {
-            match self.update(|stock| stock.take(index, is_mapped)) {
+            match self.update(|stock| stock.take(index)) {
                 Taken::Stocked => return true,
                 Taken::Missing => return false,
                 Taken::Releasing => self.wait_for_release(index),
@@ -309,12 +338,15 @@ impl Server {
         }
         if !self.is_mapped[at] {
             // At each attempt, because other stores may have added the chunk to the stock since.
-            let is_stocked = self.stocked.take(store.index, &self.is_mapped);
+            let is_stocked = self.stocked.take(store.index);
             if !is_stocked && !std::mem::replace(&mut store.is_counted, true) {
                 self.source.metrics.unstocked.fetch_add(1, Ordering::Relaxed);
             }
-            match self.fill(store.index) {
-                Ok(()) => {}
+            match self.fill_before_stock(store.index, is_stocked) {
+                // Only now, so that the store gets the reserve first.
+                Ok(()) => self.stocked.update(|stock| {
+                    stock.expect_after(store.index, is_stocked, &self.is_mapped);
+                }),
                 Err(FillError::Media(MediaError::Full { .. }))
                     if !self.source.is_ending.load(Ordering::SeqCst) =>
                 {
@@ -339,8 +371,19 @@ impl Server {
         true
     }
 
-    fn fill(&self, index: u32) -> Result<(), FillError> {
-        let file_offset = self.source.volume.provision(index).map_err(FillError::Media)?;
+    /// Fills a hole. If the pool is full, the hole gets the space of the stock.
+    fn fill_before_stock(&self, index: u32, is_stocked: bool) -> Result<(), FillError> {
+        loop {
+            match self.fill(index, is_stocked) {
+                Err(FillError::Media(MediaError::Full { .. })) if self.stocked.release_oldest() => {
+                }
+                filled => return filled,
+            }
+        }
+    }
+
+    fn fill(&self, index: u32, is_stocked: bool) -> Result<(), FillError> {
+        let file_offset = self.stocked.provision(index, is_stocked).map_err(FillError::Media)?;
         self.map(index, file_offset).map_err(FillError::Map)
     }
 

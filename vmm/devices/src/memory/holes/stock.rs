@@ -38,22 +38,27 @@ pub(super) struct Stock {
 }
 
 impl Stock {
-    /// Removes the chunk at `index` for a store, and expects stores to the next holes if the store
-    /// continues earlier ones. `is_mapped` has an element for each chunk of the volume.
-    pub(super) fn take(&mut self, index: u32, is_mapped: &[bool]) -> Taken {
+    /// Removes the chunk at `index` for a store. If the store gets a chunk,
+    /// [`Stock::expect_after`] must follow.
+    pub(super) fn take(&mut self, index: u32) -> Taken {
         if self.is_releasing(index) {
             return Taken::Releasing;
         }
         let is_stocked = self.stocked.contains(&index);
         // The caller waits for an allocation in progress, and owns the chunk then.
         self.forget(index);
+        if is_stocked { Taken::Stocked } else { Taken::Missing }
+    }
+
+    /// Expects stores to the next holes if the store to `index` continues earlier ones. `is_mapped`
+    /// has an element for each chunk of the volume.
+    pub(super) fn expect_after(&mut self, index: u32, was_stocked: bool, is_mapped: &[bool]) {
         let at = index as usize;
-        if is_stocked || at > 0 && is_mapped[at - 1] {
+        if was_stocked || at > 0 && is_mapped[at - 1] {
             let holes = (at + 1..is_mapped.len()).filter(|next| !is_mapped[*next]);
             let next: Vec<_> = holes.take(AHEAD).map(|next| next as u32).collect();
             self.wanted = next.into_iter().filter(|next| !self.has(*next)).collect();
         }
-        if is_stocked { Taken::Stocked } else { Taken::Missing }
     }
 
     /// Removes the chunk at `index`. The caller must wait for the end of its release.
@@ -100,15 +105,31 @@ impl Stock {
         self.stocked.len()
     }
 
-    /// Removes all chunks that wait for a store.
-    pub(super) fn drain(&mut self) -> Vec<u32> {
-        self.stocked.drain(..).collect()
+    /// Returns true if there is no step in the background.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        self.wanted.is_empty() && self.in_progress.is_none() && self.stocked.len() <= MAX_STOCKED
+    }
+
+    /// Removes the chunk that has waited longest for a store, and expects no further stores.
+    pub(super) fn pop_oldest(&mut self) -> Option<u32> {
+        self.wanted.clear();
+        self.stocked.pop_front()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Takes a chunk for a store, which is carried out unless the chunk is being released.
+    fn take(stock: &mut Stock, index: u32, is_mapped: &[bool]) -> Taken {
+        let taken = stock.take(index);
+        if taken != Taken::Releasing {
+            stock.expect_after(index, taken == Taken::Stocked, is_mapped);
+        }
+        taken
+    }
 
     /// Carries out all steps, and returns them.
     fn work(stock: &mut Stock) -> Vec<Step> {
@@ -120,6 +141,11 @@ mod tests {
         steps
     }
 
+    /// Removes all chunks.
+    fn drain(stock: &mut Stock) -> Vec<u32> {
+        std::iter::from_fn(|| stock.pop_oldest()).collect()
+    }
+
     fn provisions(indexes: impl IntoIterator<Item = u32>) -> Vec<Step> {
         indexes.into_iter().map(Step::Provision).collect()
     }
@@ -129,20 +155,20 @@ mod tests {
         let (mut stock, mut is_mapped) = (Stock::default(), [false; 12]);
         is_mapped[0] = true;
         is_mapped[3] = true;
-        assert_eq!(stock.take(1, &is_mapped), Taken::Missing);
+        assert_eq!(take(&mut stock, 1, &is_mapped), Taken::Missing);
         is_mapped[1] = true;
         assert_eq!(work(&mut stock), provisions([2, 4, 5, 6]));
-        assert_eq!(stock.take(2, &is_mapped), Taken::Stocked);
+        assert_eq!(take(&mut stock, 2, &is_mapped), Taken::Stocked);
         is_mapped[2] = true;
         assert_eq!(work(&mut stock), provisions([7]));
-        assert_eq!((stock.take(11, &is_mapped), stock.len()), (Taken::Missing, 4));
+        assert_eq!((take(&mut stock, 11, &is_mapped), stock.len()), (Taken::Missing, 4));
     }
 
     #[test]
     fn store_far_from_others_allocates_nothing_else() {
         let (mut stock, is_mapped) = (Stock::default(), [false; 64]);
         for index in [0, 20, 40] {
-            assert_eq!(stock.take(index, &is_mapped), Taken::Missing);
+            assert_eq!(take(&mut stock, index, &is_mapped), Taken::Missing);
             assert_eq!(work(&mut stock), []);
         }
     }
@@ -153,7 +179,7 @@ mod tests {
         let mut is_mapped = vec![false; 100];
         for index in [0, 20, 40, 60, 80] {
             is_mapped[index] = true;
-            stock.take(index as u32 + 1, &is_mapped);
+            take(&mut stock, index as u32 + 1, &is_mapped);
             is_mapped[index + 1] = true;
             let steps = work(&mut stock);
             let first = index as u32 + 2;
@@ -161,36 +187,38 @@ mod tests {
             let released = if index == 80 { &[2, 3, 4, 5].map(Step::Release)[..] } else { &[] };
             assert_eq!(&steps[4..], released);
         }
-        assert_eq!((stock.len(), stock.drain().len()), (MAX_STOCKED, MAX_STOCKED));
+        assert_eq!((stock.len(), drain(&mut stock).len()), (MAX_STOCKED, MAX_STOCKED));
     }
 
     #[test]
     fn chunk_in_a_step_is_not_taken_twice() {
         let (mut stock, mut is_mapped) = (Stock::default(), [false; 40]);
         is_mapped[0] = true;
-        stock.take(1, &is_mapped);
+        take(&mut stock, 1, &is_mapped);
         let step = stock.begin().unwrap();
         assert_eq!(step, Step::Provision(2));
-        assert_eq!(stock.take(2, &is_mapped), Taken::Missing);
+        assert_eq!(take(&mut stock, 2, &is_mapped), Taken::Missing);
         stock.finish(step, true);
-        assert!(!stock.drain().contains(&2), "the guest uses the chunk");
+        assert!(!drain(&mut stock).contains(&2), "the guest uses the chunk");
 
         stock.stocked.extend(10..=10 + MAX_STOCKED as u32);
         stock.wanted.clear();
         let step = stock.begin().unwrap();
         assert_eq!(step, Step::Release(10));
-        assert_eq!(stock.take(10, &is_mapped), Taken::Releasing);
+        assert_eq!(take(&mut stock, 10, &is_mapped), Taken::Releasing);
         stock.finish(step, true);
-        assert_eq!(stock.take(10, &is_mapped), Taken::Missing);
+        assert_eq!(take(&mut stock, 10, &is_mapped), Taken::Missing);
     }
 
     #[test]
     fn full_pool_ends_the_filling_ahead() {
         let (mut stock, mut is_mapped) = (Stock::default(), [false; 8]);
         is_mapped[0] = true;
-        stock.take(1, &is_mapped);
+        take(&mut stock, 1, &is_mapped);
         let step = stock.begin().unwrap();
         stock.finish(step, false);
         assert_eq!((stock.begin(), stock.len()), (None, 0));
+        take(&mut stock, 1, &is_mapped);
+        assert_eq!((drain(&mut stock), stock.begin()), (Vec::new(), None));
     }
 }

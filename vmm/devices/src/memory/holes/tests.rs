@@ -55,6 +55,10 @@ impl PoolVolume for Scripted {
         self.volume.allocated_bytes()
     }
 
+    fn reserve_bytes(&self) -> u64 {
+        self.volume.reserve_bytes()
+    }
+
     fn is_thin(&self) -> bool {
         true
     }
@@ -100,6 +104,7 @@ type Report = (Option<String>, Option<bool>);
 
 /// Mapped thin volume without chunks.
 struct Rig {
+    pool: Arc<dyn PmPool>,
     volume: Arc<dyn PoolVolume>,
     metrics: Arc<HoleMetrics>,
     reservation: Arc<Reservation>,
@@ -108,8 +113,15 @@ struct Rig {
     folder: TempDir,
 }
 
-/// Creates a thin volume without chunks in `pool`, whose allocations have scripted results.
+/// Creates a thin volume without chunks, whose allocations have scripted results.
 fn source(
+    failures: impl IntoIterator<Item = MediaError>,
+) -> (HoleSource, mpsc::Receiver<Report>, TempDir) {
+    source_with(None, failures)
+}
+
+fn source_with(
+    reserve_chunks: Option<u64>,
     failures: impl IntoIterator<Item = MediaError>,
 ) -> (HoleSource, mpsc::Receiver<Report>, TempDir) {
     let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
@@ -117,8 +129,8 @@ fn source(
     drop(Pool::create(&path, 64 * MIB, 0).unwrap());
     let pool: Arc<dyn PmPool> = LocalPool::open(&path, None).unwrap();
     let size = VolumeSize::Bytes(CHUNKS * CHUNK_BYTES);
-    let options =
-        VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes: None };
+    let reserve_bytes = reserve_chunks.map(|chunks| chunks * CHUNK_BYTES);
+    let options = VolumeOptions { size, format: VolumeFormat::Raw, thin: true, reserve_bytes };
     pool.create_volume("data", options).unwrap();
     let volume: Arc<dyn PoolVolume> = Arc::from(pool.open_volume("data").unwrap());
     let failures = Mutex::new(failures.into_iter().collect());
@@ -141,14 +153,30 @@ fn source(
 
 impl Rig {
     fn new(failures: impl IntoIterator<Item = MediaError>) -> Self {
-        let (source, reports, folder) = source(failures);
+        Self::of(source(failures))
+    }
+
+    /// Overcommitted volume in a pool in which `free_chunks` are free, and the rest belongs to the
+    /// volume `other`.
+    fn overcommitted(reserve_chunks: u64, free_chunks: u64) -> Self {
+        let source = source_with(Some(reserve_chunks), []);
+        let pool = &source.0.pool;
+        let other_bytes = pool.info().available_bytes() - free_chunks * CHUNK_BYTES;
+        let options = VolumeOptions::thick(other_bytes, VolumeFormat::Raw);
+        pool.create_volume("other", options).unwrap();
+        Self::of(source)
+    }
+
+    fn of((source, reports, folder): (HoleSource, mpsc::Receiver<Report>, TempDir)) -> Self {
+        let pool = Arc::clone(&source.pool);
         let (volume, metrics) = (Arc::clone(&source.volume), Arc::clone(&source.metrics));
         let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
         let userfaults = source.device.create().unwrap();
         userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
         let filler = HoleFiller::start(source, userfaults, of, is_mapped, Access::ReadWrite);
-        Self { volume, metrics, reservation, reports, filler: Some(filler.unwrap()), folder }
+        let filler = Some(filler.unwrap());
+        Self { pool, volume, metrics, reservation, reports, filler, folder }
     }
 
     fn store(&self, offset: u64, word: u64) {
@@ -163,12 +191,27 @@ impl Rig {
         self.volume.allocated_bytes() / CHUNK_BYTES
     }
 
+    /// Waits until the stock has nothing to do. Returns the number of its chunks.
+    fn idle_stock(&self) -> usize {
+        let stocked = &self.filler.as_ref().unwrap().stocked;
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            let state = stocked.state.lock();
+            if state.stock.is_idle() {
+                return state.stock.len();
+            }
+            drop(state);
+            assert!(Instant::now() < end, "the stock is never idle");
+            std::thread::yield_now();
+        }
+    }
+
     /// Ends the filling, and returns words of the stored volume.
     fn stored(mut self, offsets: &[u64]) -> Vec<u64> {
         self.filler = None;
-        let Self { volume, reservation, folder, .. } = self;
+        let Self { pool, volume, reservation, folder, .. } = self;
         // The mapping also keeps the file and its lock.
-        drop((volume, reservation));
+        drop((pool, volume, reservation));
         let pool = Pool::open(&folder.path().join("pool"), OpenMode::ReadOnly).unwrap();
         let volume = pool.open_volume("data").unwrap();
         offsets.iter().map(|offset| volume.load_word(*offset).unwrap()).collect()
@@ -269,6 +312,43 @@ fn store_waits_while_the_pool_is_full() {
     assert_eq!(rig.metrics.has_space_for_waiting(), None);
     assert!(rig.reports.try_recv().is_err(), "the second attempt follows within a second");
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [7]);
+}
+
+#[test]
+fn stock_does_not_exceed_the_reserve() {
+    if is_skipped() {
+        return;
+    }
+    for (is_broken, stocked) in [(false, 1), (true, 4)] {
+        let rig = Rig::overcommitted(3, 3);
+        rig.filler.as_ref().unwrap().stocked.state.lock().ignores_reserve = is_broken;
+        rig.store(0, 1);
+        rig.store(CHUNK_BYTES, 1);
+        assert_eq!(rig.idle_stock(), stocked);
+    }
+}
+
+#[test]
+fn store_gets_the_space_of_the_stock_in_a_full_pool() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::overcommitted(6, 0);
+    rig.store(0, 1);
+    rig.store(CHUNK_BYTES, 1);
+    assert_eq!(rig.idle_stock(), 4);
+    let far = [8, 9, 10, 11].map(|index| index * CHUNK_BYTES);
+    for (stores, offset) in (1..).zip(far) {
+        rig.store(offset, 2);
+        // The oldest chunk is released.
+        assert_eq!(
+            (rig.idle_stock(), rig.volume.chunk_offset(1 + stores)),
+            (4 - stores as usize, None)
+        );
+    }
+    assert!(rig.reports.try_recv().is_err(), "the stock has space for the stores");
+    assert_eq!((rig.idle_stock(), rig.allocated_chunks()), (0, 6));
+    assert_eq!(rig.stored(&far), [2; 4]);
 }
 
 #[test]
