@@ -67,9 +67,10 @@ impl EntryInhibitor {
     /// Sets the inhibitor and interrupts the vCPUs in the guest. When this returns, no vCPU is in
     /// the guest, and none enters it again. May be called in a signal handler, on any thread.
     pub fn stop(&self) {
-        self.set();
         let this = this_thread();
         for _ in 0..MAX_POLLS {
+            // Repeatedly, because a pause and a resume of the VM release the inhibitor.
+            self.set();
             let mut are_out = true;
             for vcpu_state in
                 self.vcpus.iter().filter(|vcpu_state| vcpu_state.in_guest.load(Ordering::SeqCst))
@@ -82,7 +83,7 @@ impl EntryInhibitor {
                     interrupt(thread);
                 }
             }
-            if are_out {
+            if are_out && self.is_set() {
                 return;
             }
             // This call is allowed in a signal handler, because rustix enters the kernel directly,
@@ -199,6 +200,31 @@ pub(crate) mod tests {
         assert!(!inhibitor.enter(0));
         inhibitor.release();
         assert!(inhibitor.enter(0));
+    }
+
+    #[test]
+    fn stop_outlasts_a_release() {
+        install_handler().unwrap();
+        let inhibitor = Arc::new(EntryInhibitor::new(1));
+        let (entering, entered) = mpsc::channel();
+        let of_vcpu = Arc::clone(&inhibitor);
+        let thread = thread::spawn(move || {
+            let mut runs = 0;
+            while of_vcpu.enter(0) {
+                runs += 1;
+                entering.send(()).unwrap();
+                let _ = nanosleep(&Timespec { tv_sec: 60, tv_nsec: 0 });
+                if runs == 1 {
+                    // As by a pause and a resume of the VM.
+                    of_vcpu.release();
+                }
+                of_vcpu.leave(0);
+            }
+        });
+        entered.recv_timeout(Duration::from_secs(20)).unwrap();
+        inhibitor.stop();
+        assert!(inhibitor.is_set() && !inhibitor.is_any_in_guest());
+        thread.join().unwrap();
     }
 
     #[test]
