@@ -288,7 +288,7 @@ impl Mapped {
             metrics: Arc::clone(&metrics),
             on_full: Box::new(|| panic!("the pool has space for the volume")),
             on_failure: Box::new(|reason| panic!("{reason}")),
-            is_ending: Arc::default(),
+            waits: Arc::default(),
         };
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; scale.chunks as usize]);
         let filler =

@@ -4,6 +4,7 @@ pub(crate) mod config;
 pub(crate) mod cpu_topology;
 pub(crate) mod cpuid;
 pub(crate) mod metrics;
+mod next_step;
 pub(crate) mod placement;
 mod ports;
 pub(crate) mod run;

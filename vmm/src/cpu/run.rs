@@ -6,7 +6,6 @@
 //!
 //! Without the first step, a signal that arrives just before KVM_RUN would be lost.
 
-use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +17,7 @@ use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use foreshore_devices::bus::Bus;
 use foreshore_devices::entry_inhibitor::{self, EntryInhibitor};
 use foreshore_devices::log::rate_limited;
+use foreshore_devices::memory::holes::{EndedWaits, StoreWaits};
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
@@ -27,6 +27,7 @@ use tracing::{debug, error};
 use vmm_sys_util::signal::{Killable, SIGRTMIN};
 
 use super::CpuError;
+use super::next_step::{Next, next_after};
 use super::placement::{self, Cores};
 use super::ports;
 use super::state::Fresh;
@@ -67,6 +68,7 @@ pub(crate) struct Surroundings {
     /// Checks whether guest memory is lost, and returns true if it is. If so, guest entry is
     /// inhibited and the VM task is notified.
     pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
+    pub store_waits: Arc<StoreWaits>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -283,11 +285,21 @@ impl VcpuThread {
     /// reset.
     pub(crate) fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
         let Self { index, thread, thread_id, runner } = self;
-        let Surroundings { ports, mmio, events, inhibitor, memory_is_lost } = surroundings;
+        let Surroundings { ports, mmio, events, inhibitor, memory_is_lost, store_waits } =
+            surroundings;
         let shared = Arc::new(Shared::new(inhibitor));
         let shared_too = Arc::clone(&shared);
-        let vcpu =
-            Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
+        let vcpu = Runner {
+            fd,
+            index,
+            fresh,
+            ports,
+            mmio,
+            events,
+            memory_is_lost,
+            store_waits,
+            shared: shared_too,
+        };
         assert!(runner.send(vcpu).is_ok(), "the thread waits for it");
         Vcpu { shared, thread: Some(thread), thread_id }
     }
@@ -384,6 +396,7 @@ struct Runner {
     mmio: Arc<Bus>,
     events: EventSink,
     memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
+    store_waits: Arc<StoreWaits>,
     shared: Arc<Shared>,
 }
 
@@ -394,13 +407,6 @@ impl Drop for ClearOnDrop<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
-}
-
-/// Next step of the vCPU thread after an exit.
-enum Next {
-    Again,
-    /// The vCPU cannot continue, and waits until it is stopped.
-    Park(VcpuEvent),
 }
 
 impl Runner {
@@ -423,10 +429,14 @@ impl Runner {
                 // lockup. The call fails if the guest does not use kvm-clock, which is harmless.
                 let _ = self.fd.kvmclock_ctrl();
             }
-            if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
-                error!(vcpu = self.index, %event, "The vCPU has stopped");
-                self.shared.park();
-                (self.events)(event);
+            match self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
+                Next::Again => {}
+                Next::Wait => self.store_waits.wait(),
+                Next::Park(event) => {
+                    error!(vcpu = self.index, %event, "The vCPU has stopped");
+                    self.shared.park();
+                    (self.events)(event);
+                }
             }
         }
     }
@@ -465,6 +475,7 @@ impl Runner {
             return Next::Again;
         }
         let run: *const kvm_run = self.fd.get_kvm_run();
+        let ended_waits = self.store_waits.ended();
         let exit = self.fd.run();
         inhibitor.leave(self.index);
         match exit {
@@ -518,37 +529,18 @@ impl Runner {
                 let what = format!("unexpected exit {exit:?}");
                 return Next::Park(VcpuEvent::Failed { index: self.index, what });
             }
-            Err(err) => return self.handle_error(err),
+            Err(err) => return self.handle_error(err, ended_waits),
         }
         Next::Again
     }
 
-    fn handle_error(&mut self, err: kvm_ioctls::Error) -> Next {
-        next_after(err.errno(), self.index, &*self.memory_is_lost, || self.rip())
+    fn handle_error(&mut self, err: kvm_ioctls::Error, ended_waits: EndedWaits) -> Next {
+        let lacks_space = || self.store_waits.explain(ended_waits);
+        next_after(err.errno(), self.index, &*self.memory_is_lost, lacks_space, || self.rip())
     }
 
     fn rip(&self) -> u64 {
         self.fd.get_regs().map_or(0, |regs| regs.rip)
-    }
-}
-
-/// Next step of the vCPU thread after a failed KVM_RUN.
-fn next_after(
-    errno: i32,
-    index: u8,
-    memory_is_lost: impl FnOnce() -> bool,
-    rip: impl FnOnce() -> u64,
-) -> Next {
-    match errno {
-        libc::EINTR | libc::EAGAIN => Next::Again,
-        // The accessed memory has been lost. The inhibitor is set, so this vCPU cannot enter the
-        // guest again.
-        libc::EFAULT if memory_is_lost() => Next::Again,
-        libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
-        errno => {
-            let what = io::Error::from_raw_os_error(errno).to_string();
-            Next::Park(VcpuEvent::Failed { index, what })
-        }
     }
 }
 
@@ -757,21 +749,6 @@ mod tests {
         shared.want(Wanted::Stop);
         shared.park();
         assert!(!shared.wait_until_wanted(), "stop waits for the thread");
-    }
-
-    #[test]
-    fn unplugged_access_parks_vcpu_unless_memory_is_lost() {
-        let after = |errno, lost| match next_after(errno, 1, || lost, || 0xabc) {
-            Next::Again => None,
-            Next::Park(event) => Some(event),
-        };
-        let unplugged = VcpuEvent::UnpluggedAccess { index: 1, rip: 0xabc };
-        assert_eq!(after(libc::EFAULT, false), Some(unplugged));
-        assert_eq!(after(libc::EFAULT, true), None);
-        assert_eq!(after(libc::EINTR, false), None);
-        for lost in [false, true] {
-            assert!(matches!(after(libc::ENOMEM, lost), Some(VcpuEvent::Failed { .. })));
-        }
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -14,7 +13,7 @@ use crate::event_loop::EventLoopHandle;
 use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
-use crate::memory::holes::UserfaultDevice;
+use crate::memory::holes::{StoreWaits, UserfaultDevice};
 use crate::memory::layout::{ECAM_LEN, ECAM_START};
 use crate::memory::lost_memory::LostMemory;
 use crate::memory::slots::Slots;
@@ -65,8 +64,8 @@ pub struct DeviceContext {
     pub emitter: EventEmitter,
     /// Service for commands of the guest that release space of volumes.
     pub trims: TrimService,
-    /// Set when the machine ends. From then on, the guest's stores do not wait for space.
-    pub is_ending: Arc<AtomicBool>,
+    /// Stores of vCPUs that wait for space.
+    pub store_waits: Arc<StoreWaits>,
     pub machine: MachineParts,
 }
 
@@ -87,7 +86,7 @@ impl DeviceContext {
             work: DeviceWork::new(Vec::new()),
             emitter: EventEmitter::new(machine.events.clone()),
             trims: TrimService::start()?,
-            is_ending: Arc::default(),
+            store_waits: Arc::default(),
             machine,
         })
     }

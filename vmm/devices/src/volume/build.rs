@@ -13,17 +13,17 @@ use super::interface::Chosen;
 use super::mapped_thin::MappedThinVolume;
 use super::metrics::{VolumeCounters, VolumeMetrics};
 use super::pmem_config::PmemConfig;
-use crate::bus::BusRange;
+use crate::bus::{BusDevice, BusRange};
 use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
 use crate::disk::BlockDevice;
 use crate::events::Event;
 use crate::log::rate_limited;
 use crate::memory::backing::Access;
 use crate::memory::holes::{HoleMetrics, HoleSource};
-use crate::memory::layout::FLUSH_HINT_LEN;
+use crate::memory::layout::{FLUSH_HINT_LEN, GuestRange};
 use crate::memory::{FileMapping, Memory};
 use crate::metrics::Registration;
-use crate::nvdimm::{FlushHint, Nvdimm};
+use crate::nvdimm::{FlushHint, Nvdimm, OnFailure};
 use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
 use crate::pool::btt_loss::BttLoss;
 use crate::pool::{PmPool, PoolVolume, VolumeDisk, VolumeExtent};
@@ -90,6 +90,8 @@ pub struct BuiltVolume {
     pub compactor: Option<Compactor>,
     /// Counters of the holes that the guest can fill.
     pub holes: Option<Arc<HoleMetrics>>,
+    /// Device that receives stores to holes of emulated instructions.
+    pub emulated_stores: Option<BusRange>,
 }
 
 /// Sizes of an attached volume. The value does not keep the volume open.
@@ -111,10 +113,10 @@ impl Sizes {
         }
     }
 
-    /// Guaranteed bytes of the volume.
+    /// Guaranteed bytes of the volume. Volumes that are mapped are guaranteed as a whole.
     pub fn reserve_bytes(&self) -> Option<u64> {
         match self {
-            Self::OfVolume(volume) => Some(volume.upgrade()?.reserve_bytes()),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.size_bytes()),
             Self::OfDevice(device) => device.upgrade()?.reserve_bytes(),
         }
     }
@@ -177,6 +179,7 @@ struct MappedVolume<'a> {
     flushes: bool,
     /// Counters of the holes that the guest can fill.
     holes: Option<Arc<HoleMetrics>>,
+    emulated_stores: Option<BusRange>,
 }
 
 impl<'a> MappedVolume<'a> {
@@ -193,8 +196,9 @@ impl<'a> MappedVolume<'a> {
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
         let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
         let (extents, len_bytes) = (volume.extents(), volume.size_bytes());
+        let on_failure = store_failure(config, &watched, context);
         let holes = match volume.is_thin() && !config.readonly {
-            true => Some(hole_source(config, pool, &volume, &watched, context)),
+            true => Some(hole_source(config, pool, &volume, on_failure.clone(), context)),
             false => None,
         };
         let metrics = holes.as_ref().map(|holes| Arc::clone(&holes.metrics));
@@ -207,7 +211,15 @@ impl<'a> MappedVolume<'a> {
             let metrics = Arc::clone(metrics);
             context.trims.add(Arc::new(MappedThinVolume { name, volume, access, metrics }));
         }
-        Ok(Self { config, volume, watched, mapped, flushes, holes: metrics })
+        let emulated_stores = match &metrics {
+            Some(_) => {
+                let GuestRange { start, len } = mapped.guest();
+                let device = Arc::new(EmulatedStores(Box::new(on_failure)));
+                Some(context.mmio.attach(start, len, device)?)
+            }
+            None => None,
+        };
+        Ok(Self { config, volume, watched, mapped, flushes, holes: metrics, emulated_stores })
     }
 
     fn sizes(&self) -> Sizes {
@@ -231,6 +243,7 @@ impl<'a> MappedVolume<'a> {
             volume: Some(self.volume),
             compactor: None,
             holes: self.holes,
+            emulated_stores: self.emulated_stores,
         })
     }
 }
@@ -257,35 +270,60 @@ fn hole_source(
     config: &PmVolumeConfig,
     pool: &Arc<dyn PmPool>,
     volume: &Arc<dyn PoolVolume>,
-    watched: &Arc<Watched>,
+    on_failure: impl Fn(String) + Send + 'static,
     context: &DeviceContext,
 ) -> HoleSource {
-    let (name, stop, watched) = (config.name.clone(), stop_guest(context), Arc::clone(watched));
-    let inhibitor = Arc::clone(&context.inhibitor);
+    // A store cannot fail, so it waits with any `on_full`.
+    let waiting = PmVolumeConfig { on_full: OnFull::Pause, ..config.clone() };
     HoleSource {
         device: Arc::clone(&context.machine.userfaults),
         pool: Arc::clone(pool),
         volume: Arc::clone(volume),
         metrics: Arc::default(),
-        // A store cannot fail, so it waits with any `on_full`.
-        on_full: full_handler(
-            &PmVolumeConfig { on_full: OnFull::Pause, ..config.clone() },
-            context,
-        )
-        .notify,
-        on_failure: Box::new(move |reason| {
-            watched.fail(reason.clone());
-            // The vCPU that stores is in the guest, and must not continue there.
-            inhibitor.stop();
-            stop(format!("store to volume {name} failed: {reason}"));
-        }),
-        is_ending: Arc::clone(&context.is_ending),
+        waits: Arc::clone(&context.store_waits),
+        on_full: full_handler(&waiting, context).notify,
+        on_failure: Box::new(on_failure),
+    }
+}
+
+/// Returns a function that is called with the reason if a store does not reach the volume. From
+/// then on, flushes fail.
+fn store_failure(
+    config: &PmVolumeConfig,
+    watched: &Arc<Watched>,
+    context: &DeviceContext,
+) -> impl Fn(String) + Clone + Send + Sync + use<> {
+    let (name, stop, watched) = (config.name.clone(), stop_guest(context), Arc::clone(watched));
+    let inhibitor = Arc::clone(&context.inhibitor);
+    move |reason| {
+        watched.fail(reason.clone());
+        // The VM task handles this event before a later request. Otherwise, a pause and a resume
+        // could let vCPUs enter the guest while the others are stopped.
+        stop(format!("store to volume {name} failed: {reason}"));
+        // vCPUs that are in the guest must not continue there.
+        inhibitor.stop();
+    }
+}
+
+/// Receives stores that KVM executes for an instruction that it emulates, if they find no space.
+/// The instruction then ends without the store, so it cannot wait.
+struct EmulatedStores(OnFailure);
+
+impl BusDevice for EmulatedStores {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {
+        (self.0)(
+            "the pool is full, and the store of an emulated instruction cannot wait".to_owned(),
+        );
     }
 }
 
 /// Returns a function that prevents all vCPUs from entering the guest again, and pauses the VM with
 /// a reason.
-fn stop_guest(context: &DeviceContext) -> impl Fn(String) + Send + Sync + use<> {
+fn stop_guest(context: &DeviceContext) -> impl Fn(String) + Clone + Send + Sync + use<> {
     let (pause, inhibitor) =
         (Arc::clone(&context.machine.pause_guest), Arc::clone(&context.inhibitor));
     move |reason| {
@@ -386,7 +424,15 @@ fn build_virtio_blk(
         true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),
         false => None,
     };
-    Ok(BuiltVolume { sizes, failure, device, volume: None, compactor, holes: None })
+    Ok(BuiltVolume {
+        sizes,
+        failure,
+        device,
+        volume: None,
+        compactor,
+        holes: None,
+        emulated_stores: None,
+    })
 }
 
 fn full_handler(config: &PmVolumeConfig, context: &DeviceContext) -> FullHandler {
@@ -416,12 +462,14 @@ fn loss_event<'a>(loss: &'a BttLoss, pool: &'a str, volume: &'a str) -> Event<'a
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::time::Duration;
 
     use foreshore_confinement::thread::ThreadKind;
     use vm_memory::GuestMemoryMmap;
 
     use super::*;
     use crate::device::testing::FakeMachine;
+    use crate::entry_inhibitor::{self, EntryInhibitor};
     use crate::event_loop::EventLoop;
     use crate::memory::view::GuestView;
 
@@ -457,6 +505,30 @@ mod tests {
         let emitted = fake.events.counters().emitted();
         let full = emitted.into_iter().find(|(event, _)| *event == ("foreshore", "pool-full"));
         assert_eq!(full.unwrap().1, 3);
+    }
+
+    #[test]
+    fn failed_store_is_reported_before_vcpus_are_stopped() {
+        let event_loop = EventLoop::spawn(ThreadKind::Device, "test").unwrap();
+        let fake = FakeMachine::default();
+        let mut context = fake.context(GuestView::new(GuestMemoryMmap::new()), event_loop.handle());
+        context.inhibitor = Arc::new(EntryInhibitor::new(1));
+        let inhibitor = Arc::clone(&context.inhibitor);
+        let (sender, paused) = mpsc::channel();
+        context.machine.pause_guest = Arc::new(move |reason| {
+            sender.send((reason, inhibitor.is_set(), inhibitor.is_any_in_guest())).unwrap();
+        });
+        let (thread, entered) = entry_inhibitor::tests::vcpu(&context.inhibitor, 0);
+        entered.recv_timeout(Duration::from_secs(20)).unwrap();
+        let config = PmVolumeConfig::parse("pool=/p,name=v").unwrap();
+        let watched = Watched::new(Arc::new(ReadOnly));
+        EmulatedStores(Box::new(store_failure(&config, &watched, &context))).write(0, &[1]);
+        let (reason, is_set, is_any_in_guest) = paused.try_recv().unwrap();
+        assert!(reason.contains("volume v failed: the pool is full"), "{reason}");
+        assert!(is_set && is_any_in_guest);
+        assert!(!context.inhibitor.is_any_in_guest());
+        thread.join().unwrap();
+        assert!(watched.failure().reason().is_some());
     }
 
     #[test]

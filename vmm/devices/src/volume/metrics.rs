@@ -135,11 +135,14 @@ impl VolumeMetrics {
         }
     }
 
-    /// Returns how often a write found no space. `None` for mapped volumes, whose stores wait.
+    /// Returns how often a write, or a store into a hole, has found no space. `None` for a mapped
+    /// volume without holes that the guest can fill.
     fn full_writes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { disk, .. } => Some(get(&disk.full_writes)),
-            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => {
+                self.holes.as_ref().map(|holes| get(&holes.full_writes))
+            }
         }
     }
 

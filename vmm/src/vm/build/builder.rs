@@ -368,6 +368,7 @@ fn build_vcpus(
         events: Arc::new(move |event| sink.send(MachineEvent::Vcpu(event))),
         inhibitor: Arc::clone(&context.inhibitor),
         memory_is_lost: Arc::new(move || lost.explains_a_fault()),
+        store_waits: Arc::clone(&context.store_waits),
     };
     let maker = VcpuMaker {
         hypervisor,

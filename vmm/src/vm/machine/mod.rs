@@ -13,7 +13,6 @@ pub(super) mod vcpus;
 pub(crate) mod zone_metrics;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use balloon::proto::descriptor_bytes;
 use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
@@ -80,14 +79,13 @@ pub(crate) struct KvmMachine {
 
 impl Drop for KvmMachine {
     /// Ends the machine in this order:
-    /// 1. Stores no longer wait for space. All vCPUs are requested to leave the guest, before the
-    ///    first one is waited for. Some vCPUs may wait for devices. The event loops of the devices
-    ///    are released, so that these vCPUs can leave.
+    /// 1. All vCPUs are requested to leave the guest, before the first one is waited for. Some
+    ///    vCPUs may wait for devices. The event loops of the devices are released, so that these
+    ///    vCPUs can leave.
     /// 2. Devices return their queues and stop their worker threads.
     /// 3. Removed devices end, so that the next machine can use their files.
     /// 4. The fields are dropped in the order of their declaration, memory last.
     fn drop(&mut self) {
-        self.context.is_ending.store(true, Ordering::SeqCst);
         drop(self.pause());
         self.context.emitter.silence();
         self.context.work.dismiss();
@@ -102,6 +100,7 @@ impl Machine for KvmMachine {
         self.governor.clock().release();
         self.context.work.release();
         self.clock.release();
+        self.context.store_waits.vcpus_will_run();
         self.vcpus.resume();
         self.retry_writes();
     }
@@ -270,7 +269,7 @@ impl KvmMachine {
 
 #[cfg(test)]
 pub(in crate::vm) mod tests {
-    use std::sync::atomic::AtomicU64;
+    use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::{Duration, Instant};
 
     use foreshore_devices::device::testing::FakeMachine;
@@ -353,6 +352,10 @@ pub(in crate::vm) mod tests {
         assert_eq!(machine.has_space_for_waiting(), None);
         holes.waiting.store(1, Ordering::SeqCst);
         assert_eq!(machine.has_space_for_waiting(), Some(false));
+        let waits = Arc::clone(&machine.context.store_waits);
+        assert_eq!(waits.resumes(), 0);
+        machine.resume();
+        assert_eq!(waits.resumes(), 1, "stores are reported again");
     }
 
     #[test]

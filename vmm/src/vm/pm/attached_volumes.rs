@@ -28,13 +28,17 @@ pub(in crate::vm) struct Opened {
 impl Opened {
     /// Splits a built volume into its device and the opened volume.
     pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
-        let BuiltVolume { sizes, failure, device, volume, compactor, holes } = built;
+        let BuiltVolume { sizes, failure, device, volume, compactor, holes, emulated_stores } =
+            built;
         let mut opened = Self { sizes, failure, holes, held: Vec::new() };
         if let Some(volume) = volume {
             opened.hold(volume);
         }
         if let Some(compactor) = compactor {
             opened.hold(compactor);
+        }
+        if let Some(emulated_stores) = emulated_stores {
+            opened.hold(emulated_stores);
         }
         (device, opened)
     }
@@ -133,7 +137,7 @@ impl AttachedVolume {
 /// other write to the pool has failed, the next flush will fail too.
 fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
     match (failure, pool_has_failed) {
-        (Some(reason), _) => VolumeStatus::Failed(format!("a flush has failed: {reason}")),
+        (Some(reason), _) => VolumeStatus::Failed(format!("a flush or store has failed: {reason}")),
         (None, true) => {
             VolumeStatus::Failed("a write to the pool has failed, and it is read-only".to_owned())
         }

@@ -285,6 +285,17 @@ impl Reservation {
         self.advise(offset, len, libc::MADV_POPULATE_READ)
     }
 
+    /// Allows or forbids stores to mapped memory. The content does not change.
+    pub fn allow_stores(&self, offset: u64, len: u64, are_allowed: bool) -> io::Result<()> {
+        let addr = self.checked(offset, len);
+        let prot = libc::PROT_READ | if are_allowed { libc::PROT_WRITE } else { 0 };
+        // SAFETY: a range inside the reservation (checked above), to which no references exist.
+        match unsafe { libc::mprotect(addr as *mut _, len as usize, prot) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// Returns the mapped pages at `offset` to the host. They read as zeros until they are written
     /// again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -156,7 +156,7 @@ impl Server {
             None => Ok(()),
         };
         // The guest would find other content than it has stored.
-        result.inspect_err(|err| (self.source.on_failure)(err.to_string()))
+        result.inspect_err(|err| self.fail(err.to_string()))
     }
 
     /// Maps a chunk that was not released. Fails if a store may have reached the zeros in its place

@@ -3,7 +3,7 @@
 //! Holes are mapped as zeros that the kernel protects. A store there waits until this process has
 //! allocated a chunk of the pool, mapped it in place of the zeros, and woken the store. The owner
 //! word of the chunk is durable before that, and a chunk without data reads as zeros, so a crash at
-//! any time is harmless.
+//! any time is harmless. If the pool is full, the vCPU waits outside KVM (`store_waits`).
 //!
 //! The vCPU that waits may hold a lock of the guest, or one of KVM. Therefore, the thread that
 //! fills holes takes no lock of guest memory, of KVM slots or of the VM. Another thread allocates
@@ -12,6 +12,7 @@
 
 mod chunk_access;
 mod stock;
+mod store_waits;
 #[cfg(test)]
 mod tests;
 mod userfault;
@@ -19,7 +20,7 @@ mod userfault;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 pub use self::chunk_access::ChunkAccess;
 use self::chunk_access::{Orders, Withdrawn};
 use self::stock::{Step, Stock, Taken};
+pub use self::store_waits::{EndedWaits, StoreWaits};
 pub use self::userfault::{UserfaultDevice, Userfaults};
 use super::backing::{Access, Reservation};
 use crate::log::rate_limited;
@@ -54,6 +56,8 @@ pub struct HoleMetrics {
     pub stocked: AtomicU64,
     /// Bytes that the guest's trim commands have released.
     pub released_bytes: AtomicU64,
+    /// Stores that have found no space in the pool.
+    pub full_writes: AtomicU64,
     /// Stores that wait for space in the pool.
     pub waiting: AtomicU64,
 }
@@ -72,13 +76,13 @@ pub struct HoleSource {
     pub pool: Arc<dyn PmPool>,
     pub volume: Arc<dyn PoolVolume>,
     pub metrics: Arc<HoleMetrics>,
-    /// Called when the pool is full. The store waits.
+    /// Waits of all volumes of the VM.
+    pub waits: Arc<StoreWaits>,
+    /// Called every second while the pool is full and a store waits.
     pub on_full: Box<dyn Fn() + Send>,
-    /// Called with the reason when a store does not reach the pool. Must prevent the guest from
-    /// continuing.
+    /// Called with the reason when the first store does not reach the pool. Must prevent the guest
+    /// from continuing.
     pub on_failure: Box<dyn Fn(String) + Send>,
-    /// Set when the VM ends. From then on, stores do not wait for space.
-    pub is_ending: Arc<AtomicBool>,
 }
 
 /// Volume with chunks that are allocated before the guest stores into them.
@@ -101,6 +105,9 @@ struct State {
     /// Broken variant: chunks are allocated in advance beyond the reserve.
     #[cfg(test)]
     ignores_reserve: bool,
+    /// Broken variant: stores that find no space reach memory of this process.
+    #[cfg(test)]
+    ignores_full: bool,
 }
 
 /// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
@@ -142,6 +149,8 @@ impl HoleFiller {
             is_mapped,
             access,
             reported: None,
+            resumes: 0,
+            has_failed: false,
         };
         // After an error, dropping this value ends the first thread.
         let mut filler = Self { end, orders, stocked, threads: Vec::new() };
@@ -256,14 +265,20 @@ impl Stocked {
     }
 }
 
-/// Store that waits.
+/// Stores to a hole that wait.
 struct Store {
     index: u32,
     since: Instant,
     /// Set when the lack of a stocked chunk is counted.
     is_counted: bool,
-    /// Set when the store has found no space.
-    is_full: bool,
+    /// Time of the next attempt of a store that has found no space.
+    retry_at: Option<Instant>,
+}
+
+impl Store {
+    fn new(index: u32) -> Self {
+        Self { index, since: Instant::now(), is_counted: false, retry_at: None }
+    }
 }
 
 /// Thread that fills holes.
@@ -281,6 +296,10 @@ struct Server {
     access: Access,
     /// Time of the last report of a full pool.
     reported: Option<Instant>,
+    /// Number of the vCPUs' resumes that were noticed.
+    resumes: u64,
+    /// Set when a store has not reached the pool.
+    has_failed: bool,
 }
 
 /// Reason why a store does not reach the pool.
@@ -299,12 +318,13 @@ impl Server {
             self.obey();
             loop {
                 match self.userfaults.next() {
-                    Ok(Some(address)) => waiting.push(Store {
-                        index: ((address - self.reservation.addr()) / CHUNK_BYTES) as u32,
-                        since: Instant::now(),
-                        is_counted: false,
-                        is_full: false,
-                    }),
+                    Ok(Some(address)) => {
+                        let index = ((address - self.reservation.addr()) / CHUNK_BYTES) as u32;
+                        // Several vCPUs may store into one hole.
+                        if waiting.iter().all(|store| store.index != index) {
+                            waiting.push(Store::new(index));
+                        }
+                    }
                     Ok(None) => break,
                     Err(err) => {
                         rate_limited!(error, %err, "Cannot read faults of a thin volume");
@@ -312,8 +332,10 @@ impl Server {
                     }
                 }
             }
+            self.forget_waits_after_resume(&mut waiting);
             waiting.retain_mut(|store| !self.serve(store));
         }
+        waiting.iter().filter(|store| store.retry_at.is_some()).for_each(|_| self.end_wait());
         self.orders.close();
     }
 
@@ -333,7 +355,8 @@ impl Server {
     /// Fills the hole, and repeats the store. Returns false if the store waits for space.
     fn serve(&mut self, store: &mut Store) -> bool {
         let at = store.index as usize;
-        if self.withdrawn.contains_key(&store.index) {
+        let is_early = store.retry_at.is_some_and(|at| Instant::now() < at);
+        if is_early || self.withdrawn.contains_key(&store.index) {
             return false;
         }
         if !self.is_mapped[at] {
@@ -347,28 +370,72 @@ impl Server {
                 Ok(()) => self.stocked.update(|stock| {
                     stock.expect_after(store.index, is_stocked, &self.is_mapped);
                 }),
-                Err(FillError::Media(MediaError::Full { .. }))
-                    if !self.source.is_ending.load(Ordering::SeqCst) =>
-                {
-                    if !std::mem::replace(&mut store.is_full, true) {
-                        self.source.metrics.waiting.fetch_add(1, Ordering::SeqCst);
-                    }
-                    self.report_full();
-                    return false;
-                }
+                Err(FillError::Media(MediaError::Full { .. })) => match self.begin_wait(store) {
+                    Ok(()) => return false,
+                    Err(err) => self.give_up(store.index, &FillError::Map(err)),
+                },
                 Err(err) => self.give_up(store.index, &err),
             }
             self.is_mapped[at] = true;
             self.source.metrics.fills.observe(store.since.elapsed());
         }
-        if store.is_full {
-            self.source.metrics.waiting.fetch_sub(1, Ordering::SeqCst);
+        if store.retry_at.is_some() {
+            self.end_wait();
         }
-        let start = self.reservation.addr() + u64::from(store.index) * CHUNK_BYTES;
+        self.wake(store.index);
+        true
+    }
+
+    /// Lets stores into a hole fail, so that they do not wait in the kernel.
+    fn begin_wait(&mut self, store: &mut Store) -> io::Result<()> {
+        if store.retry_at.replace(Instant::now() + RETRY_INTERVAL).is_none() {
+            self.source.metrics.full_writes.fetch_add(1, Ordering::Relaxed);
+            self.source.metrics.waiting.fetch_add(1, Ordering::SeqCst);
+            self.source.waits.begin();
+            let offset = u64::from(store.index) * CHUNK_BYTES;
+            #[cfg(test)]
+            if self.stocked.state.lock().ignores_full {
+                self.reservation.map_anonymous(offset, CHUNK_BYTES)?;
+                self.wake(store.index);
+                return Ok(());
+            }
+            self.reservation.allow_stores(offset, CHUNK_BYTES, false)?;
+            self.wake(store.index);
+        }
+        self.report_full();
+        Ok(())
+    }
+
+    fn end_wait(&self) {
+        self.source.metrics.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.source.waits.end();
+    }
+
+    /// After the vCPUs were resumed, stores into holes without space are reported again, so that
+    /// none is retried that no vCPU repeats.
+    fn forget_waits_after_resume(&mut self, waiting: &mut Vec<Store>) {
+        let resumes = self.source.waits.resumes();
+        if std::mem::replace(&mut self.resumes, resumes) == resumes {
+            return;
+        }
+        waiting.retain(|store| {
+            let offset = u64::from(store.index) * CHUNK_BYTES;
+            // After an error, the store is retried.
+            let is_forgotten = store.retry_at.is_some()
+                && self.reservation.allow_stores(offset, CHUNK_BYTES, true).is_ok();
+            if is_forgotten {
+                self.end_wait();
+            }
+            !is_forgotten
+        });
+    }
+
+    /// Repeats the stores that wait in the kernel for a chunk.
+    fn wake(&self, index: u32) {
+        let start = self.reservation.addr() + u64::from(index) * CHUNK_BYTES;
         if let Err(err) = self.userfaults.wake(start, CHUNK_BYTES) {
             rate_limited!(error, %err, "Cannot wake a store to a thin volume");
         }
-        true
     }
 
     /// Fills a hole. If the pool is full, the hole gets the space of the stock.
@@ -402,13 +469,21 @@ impl Server {
 
     /// Lets the store change memory of this process only, because a vCPU that waits forever could
     /// not be stopped. Before that, prevents the guest from continuing.
-    fn give_up(&self, index: u32, err: &FillError) {
+    fn give_up(&mut self, index: u32, err: &FillError) {
         let reason = foreshore_types::chain(err);
         rate_limited!(error, index, reason, "Store to a hole of a thin volume failed");
-        (self.source.on_failure)(reason);
+        self.fail(reason);
         let offset = u64::from(index) * CHUNK_BYTES;
         if let Err(err) = self.reservation.map_anonymous(offset, CHUNK_BYTES) {
             rate_limited!(error, index, %err, "Cannot map memory in place of a chunk");
+        }
+    }
+
+    /// Prevents the guest from continuing. This takes time if a vCPU waits for another store, so
+    /// later failures do not repeat it.
+    fn fail(&mut self, reason: String) {
+        if !std::mem::replace(&mut self.has_failed, true) {
+            (self.source.on_failure)(reason);
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::sync::mpsc;
 
 use pmem_volume::btt::{BttError, GuestAccess};
@@ -107,6 +109,7 @@ struct Rig {
     pool: Arc<dyn PmPool>,
     volume: Arc<dyn PoolVolume>,
     metrics: Arc<HoleMetrics>,
+    waits: Arc<StoreWaits>,
     reservation: Arc<Reservation>,
     reports: mpsc::Receiver<Report>,
     filler: Option<HoleFiller>,
@@ -144,9 +147,9 @@ fn source_with(
         pool,
         volume: Arc::new(Scripted { volume, failures }),
         metrics,
+        waits: Arc::default(),
         on_full: Box::new(move || full(None)),
         on_failure: Box::new(move |reason| report(Some(reason))),
-        is_ending: Arc::default(),
     };
     (source, reports, folder)
 }
@@ -170,17 +173,28 @@ impl Rig {
     fn of((source, reports, folder): (HoleSource, mpsc::Receiver<Report>, TempDir)) -> Self {
         let pool = Arc::clone(&source.pool);
         let (volume, metrics) = (Arc::clone(&source.volume), Arc::clone(&source.metrics));
+        let waits = Arc::clone(&source.waits);
         let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
         let userfaults = source.device.create().unwrap();
         userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
         let filler = HoleFiller::start(source, userfaults, of, is_mapped, Access::ReadWrite);
         let filler = Some(filler.unwrap());
-        Self { pool, volume, metrics, reservation, reports, filler, folder }
+        Self { pool, volume, metrics, waits, reservation, reports, filler, folder }
     }
 
     fn store(&self, offset: u64, word: u64) {
         store(self.reservation.addr() + offset, word);
+    }
+
+    /// Stores a word as a vCPU does, which waits in user space while the pool is full.
+    fn vcpu(&self, offset: u64, word: u64) -> std::thread::JoinHandle<()> {
+        let (at, waits) = (self.reservation.addr() + offset, Arc::clone(&self.waits));
+        std::thread::spawn(move || store_as_vcpu(at, word, &waits, |_| true))
+    }
+
+    fn store_as_vcpu(&self, offset: u64, word: u64) {
+        self.vcpu(offset, word).join().unwrap();
     }
 
     fn load(&self, offset: u64) -> u64 {
@@ -222,6 +236,32 @@ impl Rig {
 fn store(address: u64, word: u64) {
     // SAFETY: the address is mapped, and no reference points there.
     unsafe { (address as *mut u64).write_volatile(word) }
+}
+
+/// Lets the kernel store a word, as KVM does, and repeats this if it fails for lack of space and
+/// `may_repeat` allows it.
+fn store_as_vcpu(
+    address: u64,
+    word: u64,
+    waits: &StoreWaits,
+    mut may_repeat: impl FnMut(EndedWaits) -> bool,
+) {
+    let file = tempfile::tempfile().unwrap();
+    file.write_all_at(&word.to_ne_bytes(), 0).unwrap();
+    loop {
+        let before = waits.ended();
+        // SAFETY: the kernel writes to a mapped word, to which no reference points.
+        let stored = unsafe { libc::pread(file.as_raw_fd(), address as *mut _, 8, 0) };
+        if stored == 8 {
+            return;
+        }
+        assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+        assert!(waits.explain(before), "nothing explains the failure");
+        if !may_repeat(before) {
+            return;
+        }
+        waits.wait();
+    }
 }
 
 fn load(address: u64) -> u64 {
@@ -307,11 +347,80 @@ fn store_waits_while_the_pool_is_full() {
     }
     let rig = Rig::new([full(), full()]);
     assert_eq!(rig.metrics.has_space_for_waiting(), None);
-    rig.store(CHUNK_BYTES, 7);
+    rig.store_as_vcpu(CHUNK_BYTES, 7);
     assert_eq!(rig.reports.try_recv(), Ok((None, Some(false))));
     assert_eq!(rig.metrics.has_space_for_waiting(), None);
     assert!(rig.reports.try_recv().is_err(), "the second attempt follows within a second");
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [7]);
+}
+
+#[test]
+fn store_beyond_the_reserve_waits_until_the_pool_has_space() {
+    if is_skipped() {
+        return;
+    }
+    for is_broken in [false, true] {
+        let rig = Rig::of(source_with(Some(0), [full(), full()]));
+        rig.filler.as_ref().unwrap().stocked.state.lock().ignores_full = is_broken;
+        rig.store_as_vcpu(CHUNK_BYTES, 7);
+        assert_eq!(rig.stored(&[CHUNK_BYTES]), [if is_broken { 0 } else { 7 }]);
+    }
+    let rig = Rig::overcommitted(2, 1);
+    for index in 0..3 {
+        rig.store(4 * index * CHUNK_BYTES, 1);
+    }
+    assert!(rig.reports.try_recv().is_err());
+    let waiting = [8, 16].map(|offset| rig.vcpu(6 * CHUNK_BYTES + offset, 7));
+    for _ in 0..2 {
+        let report = rig.reports.recv_timeout(Duration::from_secs(20));
+        assert_eq!(report, Ok((None, Some(false))));
+    }
+    assert_eq!(rig.metrics.waiting.load(Ordering::SeqCst), 1, "one hole lacks space");
+    assert_eq!((rig.allocated_chunks(), rig.load(6 * CHUNK_BYTES + 8)), (3, 0));
+    rig.pool.delete_volume("other").unwrap();
+    waiting.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!(rig.metrics.has_space_for_waiting(), None);
+    assert_eq!(rig.metrics.full_writes.load(Ordering::Relaxed), 1);
+    let offsets = [0, 4, 8, 6].map(|index| index * CHUNK_BYTES);
+    let words = offsets.map(|offset| if offset == 6 * CHUNK_BYTES { offset + 8 } else { offset });
+    assert_eq!(rig.stored(&words), [1, 1, 1, 7]);
+}
+
+#[test]
+fn store_that_no_vcpu_repeats_is_forgotten_after_a_resume() {
+    if is_skipped() {
+        return;
+    }
+    let rig = Rig::overcommitted(0, 0);
+    let at = rig.reservation.addr() + CHUNK_BYTES;
+    let wait_for = |waiting| {
+        while rig.metrics.waiting.load(Ordering::SeqCst) != waiting {
+            std::thread::yield_now();
+        }
+    };
+    store_as_vcpu(at, 7, &rig.waits, |_| false);
+    wait_for(1);
+    rig.waits.vcpus_will_run();
+    wait_for(0);
+    assert_eq!((rig.waits.explain(rig.waits.ended()), rig.allocated_chunks()), (false, 0));
+    // Another store there waits again, and reaches the pool.
+    let waiting = rig.vcpu(CHUNK_BYTES, 8);
+    wait_for(1);
+    rig.pool.delete_volume("other").unwrap();
+    waiting.join().unwrap();
+    assert_eq!(rig.stored(&[CHUNK_BYTES]), [8]);
+}
+
+#[test]
+fn store_that_waits_does_not_outlive_the_volume() {
+    if is_skipped() {
+        return;
+    }
+    let mut rig = Rig::overcommitted(0, 0);
+    store_as_vcpu(rig.reservation.addr(), 7, &rig.waits, |_| false);
+    assert!(rig.waits.explain(rig.waits.ended()));
+    rig.filler = None;
+    assert!(!rig.waits.explain(rig.waits.ended()));
 }
 
 #[test]
@@ -356,10 +465,12 @@ fn failure_is_reported_before_the_store_continues() {
     if is_skipped() {
         return;
     }
-    let rig = Rig::new([MediaError::ReadOnly]);
+    let rig = Rig::new([MediaError::ReadOnly, MediaError::ReadOnly]);
     rig.store(CHUNK_BYTES, 7);
+    rig.store(3 * CHUNK_BYTES, 7);
     let reason = rig.reports.try_recv().unwrap().0.unwrap();
     assert!(reason.contains("for reading only"), "{reason}");
+    assert!(rig.reports.try_recv().is_err(), "the guest is stopped only once");
     assert_eq!((rig.load(CHUNK_BYTES), rig.allocated_chunks()), (7, 0));
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [0]);
 }
