@@ -113,10 +113,10 @@ impl Sizes {
         }
     }
 
-    /// Guaranteed bytes of the volume. Volumes that are mapped are guaranteed as a whole.
+    /// Guaranteed bytes of the volume.
     pub fn reserve_bytes(&self) -> Option<u64> {
         match self {
-            Self::OfVolume(volume) => Some(volume.upgrade()?.size_bytes()),
+            Self::OfVolume(volume) => Some(volume.upgrade()?.reserve_bytes()),
             Self::OfDevice(device) => device.upgrade()?.reserve_bytes(),
         }
     }

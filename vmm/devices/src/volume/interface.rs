@@ -9,17 +9,19 @@
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 //!
 //! To map a thin volume, the VMM must fill holes while the guest stores into them. A store cannot
-//! fail, so all of the volume must be guaranteed. If a thin volume cannot be mapped, `auto` selects
-//! `virtio-blk`.
+//! fail, so `on_full=error` needs a volume that is guaranteed as a whole. `auto` selects
+//! `virtio-blk` if a thin volume cannot be mapped, or if it is guaranteed only in part, because
+//! Linux cannot return memory while one of its vCPUs waits in a store.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
 use foreshore_types::VolumeFormat;
 use foreshore_types::size::Size;
 use pmem_volume::Durability;
 use thiserror::Error;
 
-use super::config::{PmVolumeConfig, VolumeInterface};
+use super::config::{OnFull, PmVolumeConfig, VolumeInterface};
 use crate::memory::layout::MAX_NVDIMMS;
 
 /// Chosen interface.
@@ -98,15 +100,17 @@ pub enum InterfaceError {
     ThinMapped { name: String, interface: Chosen, reason: String },
     /// A store cannot report that the pool is full.
     #[error(
-        "--pm-volume name={name}: interface={} needs a thin volume that is guaranteed as a whole, but its reserve is {} \
-         of {}; use interface=virtio-blk, or raise the reserve (pmvol volume resize --reserve)",
-        interface.name(), Size(*reserve_bytes), Size(*size_bytes)
+        "--pm-volume name={name}: on_full=error is impossible with interface={}, because a store into the volume cannot \
+         fail, and {overcommit}; use on_full=pause, interface=virtio-blk, or raise the reserve (pmvol volume resize \
+         --reserve)",
+        interface.name()
     )]
-    ThinReserve { name: String, interface: Chosen, reserve_bytes: u64, size_bytes: u64 },
-    /// `virtio-blk` would be the only interface, and serves only BTTs.
+    StoreError { name: String, interface: Chosen, overcommit: Overcommit },
+    /// Devices do not reach volumes with holes. Linux lets programs map the files of a raw volume
+    /// (DAX) and use such memory for direct I/O with other disks, which would fail.
     #[error(
-        "--pm-volume name={name}: a thin volume with format=raw has no interface; make the volume thick (pmvol \
-         volume convert --thick)"
+        "--pm-volume name={name}: a thin volume with format=raw has no interface, because other devices of the guest \
+         could not transfer to its holes; make the volume thick (pmvol volume convert --thick)"
     )]
     ThinRaw { name: String },
     /// Two devices have the same id, so the API could not distinguish them. The guest could not
@@ -150,13 +154,25 @@ pub enum InterfaceError {
     },
 }
 
+/// Sizes of a thin volume that is guaranteed in part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overcommit {
+    pub reserve_bytes: u64,
+    pub size_bytes: u64,
+}
+
+impl fmt::Display for Overcommit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "its reserve is {} of {}", Size(self.reserve_bytes), Size(self.size_bytes))
+    }
+}
+
 /// Allocation of the stored volume, or of the volume that will be created.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allocation {
     Thick,
     Thin {
-        /// Guaranteed bytes, and size of the volume, if not all of it is guaranteed.
-        overcommit: Option<(u64, u64)>,
+        overcommit: Option<Overcommit>,
         /// Reason why the VMM cannot fill holes into which the guest stores.
         refusal: Option<String>,
         /// Reason why `auto` must not map the volume, which would leave too few mappings.
@@ -170,9 +186,7 @@ impl Allocation {
         let Self::Thin { overcommit, refusal, excess } = self else { return None };
         let unfilled_reason = || match overcommit {
             _ if volume.readonly => None,
-            Some((reserve_bytes, size_bytes)) => {
-                Some(format!("its reserve is {} of {}", Size(*reserve_bytes), Size(*size_bytes)))
-            }
+            Some(overcommit) => Some(overcommit.to_string()),
             None => refusal.clone(),
         };
         excess.clone().or_else(unfilled_reason)
@@ -232,15 +246,15 @@ fn choose_for_thin(
         (VolumeFormat::Btt, VolumeInterface::Nvdimm) => Chosen::Nvdimm,
         (VolumeFormat::Btt, VolumeInterface::VirtioPmem) => Chosen::VirtioPmem,
     };
-    match (*overcommit, refusal) {
+    match (*overcommit, volume.on_full, refusal) {
         _ if volume.readonly => Ok(None),
-        (Some((reserve_bytes, size_bytes)), _) => {
-            Err(InterfaceError::ThinReserve { name: name(), interface, reserve_bytes, size_bytes })
+        (Some(overcommit), OnFull::Error, _) => {
+            Err(InterfaceError::StoreError { name: name(), interface, overcommit })
         }
-        (None, Some(reason)) => {
+        (.., Some(reason)) => {
             Err(InterfaceError::ThinMapped { name: name(), interface, reason: reason.clone() })
         }
-        (None, None) => Ok(None),
+        (.., None) => Ok(None),
     }
 }
 
@@ -448,28 +462,38 @@ mod tests {
             let allocation = Allocation::Thin { overcommit, refusal, excess: None };
             choose(&volume(options), &allocation, 1, Payload::Linux)
         };
-        let (overcommit, refusal) = (Some((2 << 20, 20 << 20)), Some("no such device"));
+        let overcommit = Some(Overcommit { reserve_bytes: 2 << 20, size_bytes: 20 << 20 });
+        let (error, refusal) = (",on_full=error", Some("no such device"));
+        let unfilled = [
+            (error, overcommit, None, ["2 MiB of 20 MiB", "resize --reserve"]),
+            (error, overcommit, refusal, ["2 MiB of 20 MiB", "on_full=pause"]),
+            ("", overcommit, refusal, ["no such device", "convert --thick"]),
+            ("", None, refusal, ["no such device", "convert --thick"]),
+        ];
         for (options, mapped) in
             [("interface=auto", Chosen::Nvdimm), ("interface=virtio-blk", Chosen::VirtioBlk)]
         {
-            assert_eq!(chosen(options, None, None), Ok(mapped));
-            let readonly = format!("{options},readonly=on");
-            assert_eq!(chosen(&readonly, overcommit, refusal), Ok(mapped));
-            for (overcommit, refusal) in [(overcommit, None), (None, refusal)] {
-                assert_eq!(chosen(options, overcommit, refusal), Ok(Chosen::VirtioBlk));
+            for on_full in ["", error] {
+                assert_eq!(chosen(&format!("{options}{on_full}"), None, None), Ok(mapped));
+            }
+            assert_eq!(chosen(options, overcommit, None), Ok(Chosen::VirtioBlk));
+            for (on_full, overcommit, refusal, _) in unfilled {
+                let options = format!("{options}{on_full}");
+                assert_eq!(chosen(&options, overcommit, refusal), Ok(Chosen::VirtioBlk));
+                let readonly = format!("{options},readonly=on");
+                assert_eq!(chosen(&readonly, overcommit, refusal), Ok(mapped));
             }
         }
         for interface in [Chosen::Nvdimm, Chosen::VirtioPmem] {
             let options = format!("interface={},force=on", interface.name());
             assert_eq!(chosen(&options, None, None), Ok(interface));
-            let readonly = format!("{options},readonly=on");
-            assert_eq!(chosen(&readonly, overcommit, refusal), Ok(interface));
-            for (overcommit, refusal, reasons) in [
-                (None, refusal, ["no such device", "convert --thick"]),
-                (overcommit, None, ["2 MiB of 20 MiB", "resize --reserve"]),
-            ] {
+            assert_eq!(chosen(&options, overcommit, None), Ok(interface));
+            for (on_full, overcommit, refusal, reasons) in unfilled {
+                let options = format!("{options}{on_full}");
+                let readonly = format!("{options},readonly=on");
+                assert_eq!(chosen(&readonly, overcommit, refusal), Ok(interface));
                 let text = chosen(&options, overcommit, refusal).unwrap_err().to_string();
-                let usual = ["data", interface.name(), "thin", "interface=virtio-blk"];
+                let usual = ["data", interface.name(), "interface=virtio-blk"];
                 for part in usual.into_iter().chain(reasons) {
                     assert!(text.contains(part), "{part} is not in {text}");
                 }

@@ -16,7 +16,8 @@ use foreshore_devices::volume::build::{NewVolume, VolumeDevice, VolumePlace, bui
 use foreshore_devices::volume::config::VolumeInterface;
 use foreshore_devices::volume::guest_btt::{GuestBtt, VolumeKey};
 use foreshore_devices::volume::interface::{
-    Allocation, Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose,
+    Allocation, Chosen, InterfaceError, Overcommit, Payload, check_count, check_ids, check_pool,
+    choose,
 };
 use foreshore_devices::volume::plan::Step;
 use foreshore_types::VolumeFormat;
@@ -176,7 +177,7 @@ fn allocation(
     if !is_thin {
         return Allocation::Thick;
     }
-    let overcommit = reserve_bytes.map(|reserve_bytes| (reserve_bytes, size_bytes));
+    let overcommit = reserve_bytes.map(|reserve_bytes| Overcommit { reserve_bytes, size_bytes });
     let is_large =
         volume.interface == VolumeInterface::Auto && chunks(size_bytes) > host.spare_mappings;
     let excess = is_large.then(|| {
@@ -382,6 +383,25 @@ mod tests {
         let expected = [Chosen::Nvdimm, Chosen::Nvdimm, Chosen::VirtioBlk];
         assert_eq!(chosen(&resources, 40), expected);
         assert_eq!(chosen(&resources, 18), [Chosen::VirtioBlk; 3]);
+    }
+
+    #[test]
+    fn overcommitted_volume_is_mapped_by_a_named_interface() {
+        let (_folder, path) = pool_with(&[]);
+        let resources = resources();
+        if let Some(reason) = resources.userfaults().refusal() {
+            return eprintln!("skipped: {reason}");
+        }
+        let chosen = |options: &str| {
+            let volume = format!("name=a,size=20M,create=on,thin=on,reserve=2M,{options}");
+            let config = config(&path, &[volume]);
+            let steps = resources.open_pools(&config).unwrap();
+            choose_all(&config, Payload::Linux, (&resources, &steps), 1000)
+        };
+        assert_eq!(chosen("interface=auto").unwrap(), [Chosen::VirtioBlk]);
+        assert_eq!(chosen("interface=nvdimm").unwrap(), [Chosen::Nvdimm]);
+        let text = chosen("on_full=error,interface=nvdimm").unwrap_err().to_string();
+        assert!(text.contains("its reserve is 2 MiB of 20 MiB"), "{text}");
     }
 
     #[test]

@@ -56,6 +56,7 @@ mod volume_flush_scope;
 mod volume_grow;
 mod volume_hotplug;
 mod volume_kernel;
+mod volume_overcommit;
 mod volume_remaining;
 mod volume_spill;
 mod volume_thin;
@@ -106,6 +107,7 @@ fn main() {
         volume_grow::TESTS,
         volume_hotplug::TESTS,
         volume_kernel::TESTS,
+        volume_overcommit::TESTS,
         volume_remaining::TESTS,
         volume_spill::TESTS,
         volume_thin::TESTS,

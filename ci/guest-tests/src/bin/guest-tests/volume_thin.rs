@@ -431,10 +431,14 @@ fn print_blocks(bytes: u64) -> String {
 
 /// Boots a guest whose volume is larger than the pool, and plugs memory. Then starts to write more
 /// than the pool has.
-fn write_beyond_the_pool(pool: &Pool, keys: &str) -> Result<(Guest, Script)> {
-    let volume = format!("size=1G,create=on,reserve=32M{keys}");
+pub(crate) fn write_beyond_the_pool(
+    pool: &Pool,
+    keys: &str,
+    device: &str,
+) -> Result<(Guest, Script)> {
+    let volume = format!("size=1G,create=on,reserve=32M,{keys}");
     let memory = format!("pool={},size={LENT_MIB}M", pool.name());
-    let guest = boot(guest_with(pool, &volume).pm_memory(&memory), "/dev/vda")?;
+    let guest = boot(guest_with(pool, &volume).pm_memory(&memory), device)?;
     guest.put("vm.resize-zone", json!({ "id": "pm", "desired_ram": LENT_MIB * MIB }))?;
     wait_until_plugged(&guest, "pm", LENT_MIB * MIB, IO_LIMIT)?;
     let info = pool_info(&guest)?;
@@ -442,26 +446,27 @@ fn write_beyond_the_pool(pool: &Pool, keys: &str) -> Result<(Guest, Script)> {
     ensure!(info["promised_bytes"].as_u64() <= Some(40 * MIB), "{info}");
     let bytes = OVERCOMMITTED_MIB * MIB;
     let data = print_blocks(bytes);
-    let write = format!("{data} | dd of=/dev/vda bs=1M iflag=fullblock oflag=direct");
+    let write = format!("{data} | dd of={device} bs=1M iflag=fullblock oflag=direct");
     let script = guest.start_script(IO_LIMIT, &write)?;
     Ok((guest, script))
 }
 
-fn wait_until_paused(guest: &Guest) -> Result<()> {
-    guest.wait_until("the VM is paused because the pool is full", IO_LIMIT, || {
+pub(crate) fn wait_until_paused(guest: &Guest) -> Result<()> {
+    // Each write by virtio-pmem takes four exits.
+    guest.wait_until("the VM is paused because the pool is full", 2 * IO_LIMIT, || {
         let info = guest.get("vm.info")?;
         let reason = info["pause_reason"].as_str().unwrap_or_default();
         Ok(info["state"] == "Paused" && reason.starts_with("pool-full: volume data"))
     })
 }
 
-fn full_writes(guest: &Guest) -> Result<f64> {
+pub(crate) fn full_writes(guest: &Guest) -> Result<f64> {
     guest.metric("foreshore_volume_full_writes_total", &[("volume", "data")])
 }
 
 fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
     let pool = Pool::create("192M")?;
-    let (guest, script) = write_beyond_the_pool(&pool, "")?;
+    let (guest, script) = write_beyond_the_pool(&pool, "on_full=pause", "/dev/vda")?;
     wait_until_paused(&guest)?;
     let full = full_writes(&guest)?;
     ensure!(full > 0.0, "No write found the pool full");
@@ -486,8 +491,18 @@ fn full_pool_pauses_the_vm_until_memory_is_returned() -> Result<()> {
 
 fn full_pool_pauses_the_vm_until_it_grows() -> Result<()> {
     let pool = Pool::create("192M")?;
-    let (guest, script) = write_beyond_the_pool(&pool, "")?;
+    let (guest, script) = write_beyond_the_pool(&pool, "on_full=pause", "/dev/vda")?;
     wait_until_paused(&guest)?;
+    grow_until_written(guest, script, &pool, "/dev/vda")
+}
+
+/// Grows the full pool, and checks that the write continues and all data is stored.
+pub(crate) fn grow_until_written(
+    guest: Guest,
+    script: Script,
+    pool: &Pool,
+    device: &str,
+) -> Result<()> {
     let grow = |mib: u64| json!({ "path": pool.name(), "size": mib * MIB });
     let refused = guest.try_put("pool.grow", grow(192))?;
     let is_bound_named = refused.body.contains("does not exceed the current 192 MiB");
@@ -500,7 +515,7 @@ fn full_pool_pauses_the_vm_until_it_grows() -> Result<()> {
     ensure!(info["state"] == "Running" && info.get("pause_reason").is_none(), "{info}");
     let bytes = OVERCOMMITTED_MIB * MIB;
     guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
-    guest.run_within(IO_LIMIT, &format!("{} | cmp -n {bytes} - /dev/vda", print_blocks(bytes)))?;
+    guest.run_within(IO_LIMIT, &format!("{} | cmp -n {bytes} - {device}", print_blocks(bytes)))?;
     guest.no_kernel_complaints()?;
     guest.kill9()?;
     pool.check()?;
@@ -510,7 +525,7 @@ fn full_pool_pauses_the_vm_until_it_grows() -> Result<()> {
 
 fn write_to_a_full_pool_fails_with_on_full_error() -> Result<()> {
     let pool = Pool::create("192M")?;
-    let (guest, script) = write_beyond_the_pool(&pool, ",on_full=error")?;
+    let (guest, script) = write_beyond_the_pool(&pool, "on_full=error", "/dev/vda")?;
     let output = script.finish()?;
     ensure!(output.code != 0, "The write has succeeded");
     ensure!(output.stderr.contains("Input/output error"), "{}", output.stderr);
