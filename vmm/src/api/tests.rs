@@ -187,6 +187,7 @@ fn volume() -> VolumeInfo {
         allocated_bytes: Some(98 << 20),
         live_bytes: None,
         interface: "nvdimm".to_owned(),
+        unmapped_reason: Some("its reserve is 2 MiB".to_owned()),
         readonly: false,
         durability: "page-cache".to_owned(),
         extents: 1,
@@ -441,6 +442,7 @@ fn volumes_have_interface_and_reason_of_failure() {
             (&volume["interface"], &volume["durability"]),
             (&json!("nvdimm"), &json!("page-cache"))
         );
+        assert_eq!(volume["unmapped_reason"], "its reserve is 2 MiB");
         assert_eq!(volume["status"], json!({"state": "failed", "reason": "no room"}));
         assert_eq!(volume["guest_btt"], json!({"verdict": "suspect", "reason": "preempts fully"}));
     });

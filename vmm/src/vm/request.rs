@@ -390,6 +390,9 @@ pub struct VolumeInfo {
     pub live_bytes: Option<u64>,
     /// Interface between the volume and the guest: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
+    /// Reason why `interface=auto` has not mapped a thin volume. `None` if it is mapped, or if
+    /// another reason decided.
+    pub unmapped_reason: Option<String>,
     /// True if the guest may only read the volume.
     pub readonly: bool,
     /// Durability class: `dax-sync`, `page-cache` or `volatile`.

@@ -302,6 +302,7 @@ _net1   rx_bytes     9
             allocated_bytes: Some(9 << 30),
             live_bytes: None,
             interface: "nvdimm".to_owned(),
+            unmapped_reason: None,
             readonly: false,
             durability: "dax-sync".to_owned(),
             extents: 1,

@@ -49,7 +49,8 @@ impl KvmMachine {
         let (userfaults, max_vcpus) = (&machine.userfaults, machine.max_vcpus);
         // `auto` was replaced by an interface that is possible at run time.
         let host = MappingHost { userfaults, spare_mappings: 0 };
-        let (interface, _) = choose_one((config, step), &pool, &host, max_vcpus, Payload::Linux)?;
+        let choice = choose_one((config, step), &pool, &host, max_vcpus, Payload::Linux)?;
+        let interface = choice.interface;
         // Dropped after the device, which uses the volume.
         let mut created = CreatedVolumes::default();
         let volume = open_one(config, step, &pool, &mut created)?;
@@ -64,7 +65,7 @@ impl KvmMachine {
             return Err(InterfaceError::NvdimmAtRunTime { name: config.name.clone() }.into());
         };
         created.keep();
-        let volume = AttachedVolume::new(config, interface, &pool, opened);
+        let volume = AttachedVolume::new(config, choice, &pool, opened);
         if volume.has_guest_btt() {
             self.pm.guest_btt.add(volume.key(), interface);
         }

@@ -14,6 +14,7 @@ use foreshore_devices::volume::kernel_gate::Verdict;
 use foreshore_types::VolumeFormat;
 
 use crate::config::PmVolumeConfig;
+use crate::vm::pm::volumes::Choice;
 use crate::vm::request::{VolumeInfo, VolumeStatus};
 
 pub(in crate::vm) struct Opened {
@@ -53,7 +54,7 @@ impl Opened {
 /// locked against other users.
 pub(in crate::vm) struct AttachedVolume {
     config: PmVolumeConfig,
-    interface: Chosen,
+    choice: Choice,
     pool: Arc<dyn PmPool>,
     opened: Opened,
 }
@@ -61,11 +62,11 @@ pub(in crate::vm) struct AttachedVolume {
 impl AttachedVolume {
     pub(in crate::vm) fn new(
         config: &PmVolumeConfig,
-        interface: Chosen,
+        choice: Choice,
         pool: &Arc<dyn PmPool>,
         opened: Opened,
     ) -> Self {
-        Self { config: config.clone(), interface, pool: Arc::clone(pool), opened }
+        Self { config: config.clone(), choice, pool: Arc::clone(pool), opened }
     }
 
     /// Configuration, with the present size.
@@ -74,7 +75,7 @@ impl AttachedVolume {
     }
 
     pub(in crate::vm) fn interface(&self) -> Chosen {
-        self.interface
+        self.choice.interface
     }
 
     pub(in crate::vm) fn pool(&self) -> &Arc<dyn PmPool> {
@@ -83,7 +84,7 @@ impl AttachedVolume {
 
     /// Returns true if the guest's driver translates the sectors of a BTT.
     pub(in crate::vm) fn has_guest_btt(&self) -> bool {
-        self.config.format == VolumeFormat::Btt && self.interface.guest_translates()
+        self.config.format == VolumeFormat::Btt && self.interface().guest_translates()
     }
 
     pub(in crate::vm) fn key(&self) -> VolumeKey {
@@ -92,7 +93,7 @@ impl AttachedVolume {
 
     /// ID of the volume's device in the API. An NVDIMM has none.
     pub(in crate::vm) fn device_id(&self) -> Option<String> {
-        self.interface.device_id(self.name())
+        self.interface().device_id(self.name())
     }
 
     /// Records the size after a growth.
@@ -123,7 +124,8 @@ impl AttachedVolume {
             reserve_bytes: self.opened.sizes.reserve_bytes().unwrap_or(0),
             allocated_bytes: self.opened.sizes.allocated_bytes(),
             live_bytes: self.opened.sizes.live_bytes(),
-            interface: self.interface.name().to_owned(),
+            interface: self.interface().name().to_owned(),
+            unmapped_reason: self.choice.unmapped_reason.clone(),
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),
             extents: self.opened.sizes.extents().unwrap_or(0),
@@ -161,7 +163,7 @@ pub(in crate::vm) mod tests {
         let (sizes, failure) = (Sizes::OfVolume(volume), FirstFailure::default());
         let opened = Opened { sizes, failure, holes: Some(Arc::clone(holes)), held: Vec::new() };
         let config = PmVolumeConfig::parse("pool=/pool,name=data").unwrap();
-        AttachedVolume::new(&config, Chosen::Nvdimm, &pool, opened)
+        AttachedVolume::new(&config, Choice::of(Chosen::Nvdimm), &pool, opened)
     }
 
     #[test]

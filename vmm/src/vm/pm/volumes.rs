@@ -55,8 +55,9 @@ pub(in crate::vm) fn attach(
     let mut attached =
         Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
-    for ((volume_config, volume), interface) in config.pm_volumes.iter().zip(opened).zip(chosen) {
+    for ((volume_config, volume), choice) in config.pm_volumes.iter().zip(opened).zip(chosen) {
         let pool = &resources.pool(&volume_config.pool);
+        let interface = choice.interface;
         let new = NewVolume { config: volume_config, interface, pool, volume };
         let place = VolumePlace {
             boot_vcpus: config.cpus.boot_vcpus,
@@ -75,7 +76,7 @@ pub(in crate::vm) fn attach(
                 opened.hold(resources);
             }
         }
-        attached.volumes.push(AttachedVolume::new(volume_config, interface, pool, opened));
+        attached.volumes.push(AttachedVolume::new(volume_config, choice, pool, opened));
     }
     if !healths.is_empty() {
         let registers = Arc::new(HealthRegisters::new(healths));
@@ -90,6 +91,23 @@ pub(in crate::vm) fn storage_high_bytes(zones: &[PmMemoryConfig], pool: &Path) -
     zone.map_or(STORAGE_HIGH_BYTES, |zone| zone.storage_high)
 }
 
+/// Interface that was chosen for a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::vm) struct Choice {
+    pub(in crate::vm) interface: Chosen,
+    /// Reason why `auto` has not mapped a thin volume.
+    pub(in crate::vm) unmapped_reason: Option<String>,
+    /// Number of mappings that the chunks of the volume can need.
+    mappings: usize,
+}
+
+#[cfg(test)]
+impl Choice {
+    pub(in crate::vm) fn of(interface: Chosen) -> Self {
+        Self { interface, unmapped_reason: None, mappings: 0 }
+    }
+}
+
 /// Returns the interface of each volume, in the order of the volumes in `config`. The mappings of
 /// guest memory are limited, and half of them stay for zones, unless volumes with a named interface
 /// need more.
@@ -98,7 +116,7 @@ fn choose_all(
     payload: Payload,
     (resources, steps): (&Resources, &[Step]),
     mappings_limit: usize,
-) -> Result<Vec<Chosen>, InterfaceError> {
+) -> Result<Vec<Choice>, InterfaceError> {
     let (max_vcpus, mut spare_mappings) = (config.cpus.max_vcpus, mappings_limit / 2);
     let volumes = || config.pm_volumes.iter().zip(steps).enumerate();
     let is_auto = |volume: &PmVolumeConfig| volume.interface == VolumeInterface::Auto;
@@ -108,13 +126,14 @@ fn choose_all(
     for (number, (volume, step)) in named.into_iter().chain(auto) {
         let pool = &resources.pool(&volume.pool);
         let host = MappingHost { userfaults: resources.userfaults(), spare_mappings };
-        let (interface, mappings) = choose_one((volume, step), pool, &host, max_vcpus, payload)?;
-        spare_mappings = spare_mappings.saturating_sub(mappings);
-        chosen.insert(number, interface);
+        let choice = choose_one((volume, step), pool, &host, max_vcpus, payload)?;
+        spare_mappings = spare_mappings.saturating_sub(choice.mappings);
+        chosen.insert(number, choice);
     }
     let chosen: Vec<_> = chosen.into_values().collect();
-    check_count(&chosen)?;
-    check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), config.ids_beside_volumes())?;
+    let interfaces: Vec<_> = chosen.iter().map(|choice| choice.interface).collect();
+    check_count(&interfaces)?;
+    check_ids(config.pm_volumes.iter().zip(interfaces), config.ids_beside_volumes())?;
     Ok(chosen)
 }
 
@@ -125,31 +144,31 @@ pub(in crate::vm) struct MappingHost<'a> {
     pub(in crate::vm) spare_mappings: usize,
 }
 
-/// Returns the interface of one volume, and the number of mappings that its chunks can need.
+/// Returns the interface of one volume.
 pub(in crate::vm) fn choose_one(
     (volume, step): (&PmVolumeConfig, &Step),
     pool: &Arc<dyn PmPool>,
     host: &MappingHost<'_>,
     max_vcpus: u8,
     payload: Payload,
-) -> Result<(Chosen, usize), InterfaceError> {
+) -> Result<Choice, InterfaceError> {
     let stored = pool.volumes().into_iter().find(|stored| stored.name == volume.name);
     let size_bytes = match (step, &stored) {
         (Step::Create(size_bytes) | Step::Grow(size_bytes), _) => *size_bytes,
         (Step::Open, stored) => stored.as_ref().map_or(0, |stored| stored.size_bytes),
     };
     let allocation = allocation(volume, stored.as_ref(), size_bytes, host);
-    let chosen = choose(volume, &allocation, max_vcpus, payload)?;
-    check_pool(volume, chosen, pool.durability())?;
-    if volume.interface == VolumeInterface::Auto
-        && let Some(reason) = allocation.unmapped_reason(volume)
-    {
+    let interface = choose(volume, &allocation, max_vcpus, payload)?;
+    check_pool(volume, interface, pool.durability())?;
+    let is_auto = volume.interface == VolumeInterface::Auto;
+    let unmapped_reason = allocation.unmapped_reason(volume).filter(|_| is_auto);
+    if let Some(reason) = &unmapped_reason {
         let (pool, volume) = (volume.pool.display(), &volume.name);
         info!(%pool, volume, reason, "The thin volume is not mapped; its interface is virtio-blk");
     }
     let is_thin = matches!(allocation, Allocation::Thin { .. });
-    let mappings = if is_thin && chosen.guest_translates() { chunks(size_bytes) } else { 0 };
-    Ok((chosen, mappings))
+    let mappings = if is_thin && interface.guest_translates() { chunks(size_bytes) } else { 0 };
+    Ok(Choice { interface, unmapped_reason, mappings })
 }
 
 /// Number of chunks of a volume.
@@ -189,14 +208,14 @@ fn allocation(
 }
 
 /// Creates the check of the guest's BTT driver, for volumes whose sectors that driver translates.
-fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
+fn guest_btt(config: &VmConfig, chosen: &[Choice]) -> GuestBtt {
     let translated = config
         .pm_volumes
         .iter()
-        .zip(chosen)
+        .zip(chosen.iter().map(|choice| choice.interface))
         .filter(|(volume, chosen)| volume.format == VolumeFormat::Btt && chosen.guest_translates())
         .map(|(volume, chosen)| {
-            (VolumeKey { pool: volume.pool.clone(), name: volume.name.clone() }, *chosen)
+            (VolumeKey { pool: volume.pool.clone(), name: volume.name.clone() }, chosen)
         });
     GuestBtt::new(translated.collect(), config.cpus.max_vcpus)
 }
@@ -366,7 +385,8 @@ mod tests {
         );
         let chosen = |resources: &Resources, mappings_limit| {
             let steps = resources.open_pools(&config).unwrap();
-            choose_all(&config, Payload::Linux, (resources, &steps), mappings_limit).unwrap()
+            interfaces(choose_all(&config, Payload::Linux, (resources, &steps), mappings_limit))
+                .unwrap()
         };
         let userfaults = Arc::new(UserfaultDevice::missing());
         let events = foreshore_devices::events::Events::start();
@@ -385,6 +405,40 @@ mod tests {
         assert_eq!(chosen(&resources, 18), [Chosen::VirtioBlk; 3]);
     }
 
+    fn interfaces(
+        chosen: Result<Vec<Choice>, InterfaceError>,
+    ) -> Result<Vec<Chosen>, InterfaceError> {
+        Ok(chosen?.into_iter().map(|choice| choice.interface).collect())
+    }
+
+    #[test]
+    fn named_interfaces_take_mappings_before_auto() {
+        let (_folder, path) = pool_with(&[]);
+        let resources = resources();
+        if let Some(reason) = resources.userfaults().refusal() {
+            return eprintln!("skipped: {reason}");
+        }
+        // Each volume has 10 chunks, and half of the mappings stay for memory.
+        for (options, expected) in [
+            (["auto", "nvdimm"], [Chosen::VirtioBlk, Chosen::Nvdimm]),
+            (["nvdimm", "auto"], [Chosen::Nvdimm, Chosen::VirtioBlk]),
+            (["auto", "virtio-blk"], [Chosen::Nvdimm, Chosen::VirtioBlk]),
+            (["nvdimm", "nvdimm"], [Chosen::Nvdimm, Chosen::Nvdimm]),
+        ] {
+            let volume =
+                |(name, interface)| format!("name={name},size=20M,create=on,interface={interface}");
+            let config =
+                config(&path, &["a", "b"].into_iter().zip(options).map(volume).collect::<Vec<_>>());
+            let steps = resources.open_pools(&config).unwrap();
+            let chosen = choose_all(&config, Payload::Linux, (&resources, &steps), 38).unwrap();
+            for choice in &chosen {
+                let reason = choice.unmapped_reason.as_deref().unwrap_or_default();
+                assert!(reason.is_empty() || reason.contains("raise vm.max_map_count"), "{reason}");
+            }
+            assert_eq!(interfaces(Ok(chosen)).unwrap(), expected, "{options:?}");
+        }
+    }
+
     #[test]
     fn overcommitted_volume_is_mapped_by_a_named_interface() {
         let (_folder, path) = pool_with(&[]);
@@ -398,8 +452,13 @@ mod tests {
             let steps = resources.open_pools(&config).unwrap();
             choose_all(&config, Payload::Linux, (&resources, &steps), 1000)
         };
-        assert_eq!(chosen("interface=auto").unwrap(), [Chosen::VirtioBlk]);
-        assert_eq!(chosen("interface=nvdimm").unwrap(), [Chosen::Nvdimm]);
+        let auto = chosen("interface=auto").unwrap().remove(0);
+        let reason = Some("its reserve is 2 MiB of 20 MiB".to_owned());
+        assert_eq!((auto.interface, auto.unmapped_reason), (Chosen::VirtioBlk, reason));
+        for interface in [Chosen::Nvdimm, Chosen::VirtioBlk] {
+            let choice = chosen(&format!("interface={}", interface.name())).unwrap().remove(0);
+            assert_eq!((choice.interface, choice.unmapped_reason), (interface, None));
+        }
         let text = chosen("on_full=error,interface=nvdimm").unwrap_err().to_string();
         assert!(text.contains("its reserve is 2 MiB of 20 MiB"), "{text}");
     }
