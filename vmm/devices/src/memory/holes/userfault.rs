@@ -106,15 +106,7 @@ impl UserfaultDevice {
 
     /// Creates a context, which reports faults of this process.
     pub fn create(&self) -> io::Result<Userfaults> {
-        let device = self.0.as_ref().map_err(|err| io::Error::from(err.kind()))?;
-        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-        // SAFETY: the argument is a number.
-        let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the call has returned a new descriptor.
-        let fd = above_kvm(unsafe { OwnedFd::from_raw_fd(fd) })?;
+        let fd = self.context()?;
         let features = UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_WP_UNPOPULATED;
         let protects_absent = match handshake(&fd, features) {
             Err(err) if err.raw_os_error() == Some(libc::EINVAL) => {
@@ -123,6 +115,19 @@ impl UserfaultDevice {
             result => result.map(|()| true),
         }?;
         Ok(Userfaults { fd, protects_absent })
+    }
+
+    /// Creates a context without a handshake.
+    fn context(&self) -> io::Result<OwnedFd> {
+        let device = self.0.as_ref().map_err(|err| io::Error::from(err.kind()))?;
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: the argument is a number.
+        let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the call has returned a new descriptor.
+        above_kvm(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }
 
@@ -139,6 +144,20 @@ fn handshake(fd: &OwnedFd, features: u64) -> io::Result<()> {
     let mut api = Api { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the request takes this structure.
     unsafe { ioctl(fd, UFFDIO_API, &mut api) }
+}
+
+/// Reports faults of a range of anonymous memory.
+fn register(fd: &OwnedFd, start: u64, len: u64, mode: u64) -> io::Result<()> {
+    let mut register = Register { range: AddressRange { start, len }, mode, ioctls: 0 };
+    // SAFETY: the request takes this structure. It changes no content of memory.
+    unsafe { ioctl(fd, UFFDIO_REGISTER, &mut register) }
+}
+
+/// Repeats the accesses that wait for a range of addresses.
+fn wake(fd: &OwnedFd, start: u64, len: u64) -> io::Result<()> {
+    let mut range = AddressRange { start, len };
+    // SAFETY: the request takes this structure.
+    unsafe { ioctl(fd, UFFDIO_WAKE, &mut range) }
 }
 
 /// # Safety
@@ -177,15 +196,14 @@ impl Userfaults {
     ) -> io::Result<()> {
         // A huge page cannot share the page tables of protected small pages.
         reservation.advise_small_pages(offset, len);
-        let range = || AddressRange { start: reservation.addr() + offset, len };
-        let mut register = Register { range: range(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: the request takes this structure. The range belongs to the reservation.
-        unsafe { ioctl(&self.fd, UFFDIO_REGISTER, &mut register) }?;
+        let start = reservation.addr() + offset;
+        register(&self.fd, start, len, UFFDIO_REGISTER_MODE_WP)?;
         if !self.protects_absent {
             reservation.populate_zeros(offset, len)?;
         }
-        let mut protect = WriteProtect { range: range(), mode: UFFDIO_WRITEPROTECT_MODE_WP };
-        // SAFETY: as above.
+        let range = AddressRange { start, len };
+        let mut protect = WriteProtect { range, mode: UFFDIO_WRITEPROTECT_MODE_WP };
+        // SAFETY: the request takes this structure. The range belongs to the reservation.
         unsafe { ioctl(&self.fd, UFFDIO_WRITEPROTECT, &mut protect) }
     }
 
@@ -233,9 +251,7 @@ impl Userfaults {
 
     /// Repeats the stores that wait for a range of addresses.
     pub fn wake(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut range = AddressRange { start, len };
-        // SAFETY: the request takes this structure.
-        unsafe { ioctl(&self.fd, UFFDIO_WAKE, &mut range) }
+        wake(&self.fd, start, len)
     }
 }
 
