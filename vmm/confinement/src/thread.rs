@@ -22,7 +22,7 @@ pub enum ThreadKind {
     Vsock,
     /// Serves queues of disks, network interfaces and persistent memory.
     Queue,
-    /// Changes guest memory: serves virtio-mem, detects lost memory, and moves memory to DRAM.
+    /// Changes guest memory: serves virtio-mem, detects lost memory, and moves lent memory.
     Memory,
     /// Decides about guest memory, and reads the reports of agents.
     Governor,
@@ -63,7 +63,7 @@ impl ThreadKind {
             "_device" | "_console" => Self::Device,
             "_vsock" => Self::Vsock,
             "_pmem" | "_compact" => Self::Queue,
-            "_mem" | "_lost" | "_spill" => Self::Memory,
+            "_mem" | "_lost" | "_spill" | "_barrier" => Self::Memory,
             "_agent" | "_pressure" => Self::Governor,
             "_events" | "_record" => Self::Writer,
             "_console_file" => Self::ConsoleFile,

@@ -163,7 +163,7 @@ impl Lent {
         let mut plan = SpillPlan::new(Some(pool), scale.len_bytes()).unwrap();
         let zone = Arc::new(Reservation::new(scale.len_bytes(), 1 << 30).unwrap());
         let mappings = Arc::new(MappingBudget::of_host());
-        let (backing, _) = plan.add_zone(pool, &zone, &mappings, scale.len_bytes());
+        let (backing, _) = plan.add_zone(pool, &zone, &mappings, scale.len_bytes(), None);
         Self { zone, backing, _spiller: plan.start().unwrap() }
     }
 }

@@ -239,6 +239,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
             hotplugged_bytes: zone.hotplugged_size.unwrap_or(0),
             plug_bytes_per_s: plug_bandwidth::bytes_per_s(zone.plug_bandwidth),
             spill_bytes: 0,
+            spill_file: None,
         })
     };
     zones.into_iter().map(in_node).collect()
@@ -337,6 +338,7 @@ fn pm_zones(
             hotplugged_bytes: 0,
             plug_bytes_per_s: plug_bandwidth::bytes_per_s(Some(pm.plug_bandwidth)),
             spill_bytes: pm.spill,
+            spill_file: None,
         })
     };
     config.pm_memory.iter().enumerate().map(&mut place).collect()

@@ -284,6 +284,8 @@ fn memory() -> Vec<Allowed> {
         always(&[SYS_mbind, SYS_mincore]),
         ioctl(&[
             request::KVM_SET_USER_MEMORY_REGION,
+            // Wakes accesses to memory that was moved to a file.
+            request::UFFDIO_WAKE,
             // Updates the memory of a queue pair, or disables the pair after a failure.
             request::VHOST_SET_MEM_TABLE,
             request::VHOST_RESET_OWNER,

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use foreshore_types::size::Size;
 use thiserror::Error;
@@ -14,11 +14,13 @@ use vm_memory::{
 
 use super::backing::resident::resident_bytes;
 use super::backing::{
-    Access, Backing, BackingError, DramBacking, DramError, DramSource, HostNode, HostNodeError,
-    MappingBudget, Reservation, SpillPlan, SpillPlanError, Spiller, ZoneFile, ZoneFileError,
+    Access, AccessBarrier, Backing, BackingError, DramBacking, DramError, DramSource, HostNode,
+    HostNodeError, MappingBudget, Reservation, SpillFile, SpillFileError, SpillPlan,
+    SpillPlanError, SpillStatistics, Spiller, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
 use super::file_ranges::{FileMapping, FileRanges, MappedRange};
+use super::holes::UserfaultDevice;
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::populate::populate;
 use super::private_ranges::PrivateRanges;
@@ -92,6 +94,15 @@ pub enum MemoryError {
     },
     #[error("spill")]
     Spill(#[from] SpillPlanError),
+    #[error("zone {zone:?}: spill_file={}", path.display())]
+    SpillFile {
+        zone: String,
+        path: PathBuf,
+        #[source]
+        source: SpillFileError,
+    },
+    #[error("spill_file needs userfaultfd: {reason}; omit it to move memory to DRAM")]
+    Barrier { reason: String },
     #[error("cannot reserve or map {len} bytes of guest memory")]
     Map {
         len: u64,
@@ -117,6 +128,14 @@ pub enum MemoryError {
     Slot(#[from] SlotError),
     #[error(transparent)]
     View(#[from] ViewError),
+}
+
+/// Resources of the host for PM zones.
+#[derive(Clone, Copy)]
+pub struct PmSource<'a> {
+    pub pool: &'a Arc<dyn PmPool>,
+    /// Only used if memory is moved to files.
+    pub userfaults: &'a UserfaultDevice,
 }
 
 /// Hotplug part of a zone. The zone's virtio-mem device plugs and unplugs it.
@@ -154,8 +173,8 @@ pub struct Memory {
     hotplug: Vec<HotplugPart>,
     dimms: Option<Dimms>,
     files: Arc<FileRanges>,
-    /// Bytes of each zone that were moved to DRAM.
-    spilled_bytes: Vec<Arc<AtomicU64>>,
+    /// Moved memory of each zone.
+    spills: Vec<Arc<SpillStatistics>>,
     _spiller: Option<Spiller>,
 }
 
@@ -163,7 +182,7 @@ pub struct Memory {
 /// address space is reserved.
 pub fn build(
     zones: Vec<ZoneSpec>,
-    pool: Option<&Arc<dyn PmPool>>,
+    pm: Option<PmSource<'_>>,
     table: Arc<dyn SlotTable>,
     options: MemoryOptions,
 ) -> Result<Memory, MemoryError> {
@@ -171,7 +190,7 @@ pub fn build(
         if zone.boot_bytes > 0 {
             return Err(MemoryError::PmBoot { zone: zone.id.clone(), size_bytes: zone.boot_bytes });
         }
-        if pool.is_none() {
+        if pm.is_none() {
             return Err(MemoryError::NoPool { zone: zone.id.clone() });
         }
     }
@@ -184,8 +203,9 @@ pub fn build(
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
     let limit_bytes = zones.iter().map(|zone| zone.spill_bytes).sum();
-    let mut spill = SpillPlan::new(pool, limit_bytes)?;
-    let mut spilled_bytes = vec![Arc::default(); zones.len()];
+    let mut spill = SpillPlan::new(pm.map(|pm| pm.pool), limit_bytes)?;
+    let mut spill_files = spill_files(&zones, pm)?;
+    let mut spills = vec![Arc::default(); zones.len()];
     let mut host_ranges = vec![Vec::new(); zones.len()];
     let mut boot = Vec::new();
     let (mut hotplug, mut dimms, mut parts) = (Vec::new(), None, Vec::new());
@@ -249,11 +269,12 @@ pub fn build(
             dimms = Some(Dimms::new(spec.clone(), plan, backing, reservation, slots, view));
             continue;
         }
-        let backing: Box<dyn Backing> = match (spec.tier, pool) {
-            (Tier::Pm, Some(pool)) => {
-                let (backing, bytes) =
-                    spill.add_zone(pool, &reservation, &budget, spec.spill_bytes);
-                spilled_bytes[index] = bytes;
+        let backing: Box<dyn Backing> = match (spec.tier, pm) {
+            (Tier::Pm, Some(PmSource { pool, .. })) => {
+                let (limit_bytes, file) = (spec.spill_bytes, spill_files[index].take());
+                let (backing, statistics) =
+                    spill.add_zone(pool, &reservation, &budget, limit_bytes, file);
+                spills[index] = statistics;
                 Box::new(backing)
             }
             _ => {
@@ -271,7 +292,7 @@ pub fn build(
     let spiller = spill.start()?;
     Ok(Memory {
         _spiller: spiller,
-        spilled_bytes,
+        spills,
         map,
         zones,
         host_ranges,
@@ -296,10 +317,10 @@ impl Memory {
         &self.zones
     }
 
-    /// Bytes of a zone that were moved from the pool to DRAM.
-    pub fn spilled_bytes(&self, zone: &ZoneSpec) -> u64 {
-        let nth = self.zones.iter().position(|other| other.id == zone.id);
-        nth.map_or(0, |nth| self.spilled_bytes[nth].load(Ordering::Relaxed))
+    /// Memory of a zone that was moved from the pool.
+    pub fn spill_of(&self, zone: &ZoneSpec) -> Option<&SpillStatistics> {
+        let nth = self.zones.iter().position(|other| other.id == zone.id)?;
+        Some(&self.spills[nth])
     }
 
     /// Checks that the VM could reboot with `boot_bytes` of boot memory in the zone with index
@@ -407,6 +428,32 @@ fn open_file(zone: &ZoneSpec) -> Result<Option<Arc<ZoneFile>>, MemoryError> {
     let file = ZoneFile::open(path, zone.boot_bytes, zone.host.shared);
     let error = |source| MemoryError::File { zone: zone.id.clone(), path: path.clone(), source };
     file.map(|file| Some(Arc::new(file))).map_err(error)
+}
+
+/// Creates the spill files of the zones.
+fn spill_files(
+    zones: &[ZoneSpec],
+    pm: Option<PmSource<'_>>,
+) -> Result<Vec<Option<SpillFile>>, MemoryError> {
+    let has_file = zones.iter().any(|zone| zone.spill_file.is_some());
+    let barrier = pm.filter(|_| has_file).map(|pm| barrier(pm.userfaults)).transpose()?;
+    let create = |zone: &ZoneSpec| {
+        let (Some(path), Some(barrier)) = (&zone.spill_file, &barrier) else { return Ok(None) };
+        let file = SpillFile::create(path, zone.hotplug_bytes, Arc::clone(barrier));
+        file.map(Some).map_err(|source| {
+            let (zone, path) = (zone.id.clone(), path.clone());
+            MemoryError::SpillFile { zone, path, source }
+        })
+    };
+    zones.iter().map(create).collect()
+}
+
+fn barrier(userfaults: &UserfaultDevice) -> Result<Arc<AccessBarrier>, MemoryError> {
+    if let Some(reason) = userfaults.refusal() {
+        return Err(MemoryError::Barrier { reason });
+    }
+    let error = |err: io::Error| MemoryError::Barrier { reason: err.to_string() };
+    AccessBarrier::new(userfaults).map(Arc::new).map_err(error)
 }
 
 fn not_mapped(zone: &ZoneSpec, len: u64, err: BackingError) -> MemoryError {

@@ -13,6 +13,6 @@ pub mod slots;
 pub mod view;
 pub mod zone;
 
-pub use build::{BLOCK_BYTES, HotplugPart, Memory, MemoryError, MemoryOptions, build};
+pub use build::{BLOCK_BYTES, HotplugPart, Memory, MemoryError, MemoryOptions, PmSource, build};
 pub use file_ranges::{FileMapping, MappedRange};
 pub use private_ranges::PrivateRanges;

@@ -80,8 +80,10 @@ pub struct ZoneSpec {
     /// Maximum rate in bytes per second at which the guest may plug memory again after unplugging
     /// it. `None` means no limit.
     pub plug_bytes_per_s: Option<NonZeroU64>,
-    /// DRAM to which plugged PM may be moved if volumes need it. 0 except for PM zones.
+    /// Upper limit of plugged PM that is moved if volumes need it. 0 except for PM zones.
     pub spill_bytes: u64,
+    /// Folder of the file to which it is moved. `None` for DRAM.
+    pub spill_file: Option<PathBuf>,
 }
 
 impl ZoneSpec {

@@ -16,7 +16,7 @@ use foreshore_devices::memory::layout::{
     ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
 };
 use foreshore_devices::memory::slots::{self, SlotTable};
-use foreshore_devices::memory::{self, Memory, MemoryOptions};
+use foreshore_devices::memory::{self, Memory, MemoryOptions, PmSource};
 use foreshore_devices::metrics::Expose;
 use foreshore_devices::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
 use foreshore_devices::pool::Durability;
@@ -265,10 +265,11 @@ fn build_memory(
         let pool = pm.pool.display();
         warn!(%pool, "The host writes memory lent from this pool back to its disk; use a pool on tmpfs or DAX");
     }
+    let pm_source = pool.map(|pool| PmSource { pool, userfaults: resources.userfaults() });
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
     let dram = if config.memory.zones.is_empty() { "--memory" } else { "--memory-zone" };
     let flags = if pm.is_some() { format!("{dram}, --pm-memory") } else { dram.to_owned() };
-    memory::build(topology.zones().to_vec(), pool, table, options)
+    memory::build(topology.zones().to_vec(), pm_source, table, options)
         .map_err(BuildError::device(flags))
 }
 

@@ -257,7 +257,10 @@ impl KvmMachine {
                 spec.hotplug_bytes.saturating_sub(plugged_bytes),
             ),
             recallable_bytes,
-            spilled_bytes: self.memory.spilled_bytes(spec),
+            spilled_bytes: self
+                .memory
+                .spill_of(spec)
+                .map_or(0, |spill| spill.bytes.load(Ordering::Relaxed)),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,

@@ -238,8 +238,9 @@ mod tests {
     use balloon::ZoneId;
     use foreshore_devices::device::DeviceList;
     use foreshore_devices::events::Events;
+    use foreshore_devices::memory::holes::UserfaultDevice;
     use foreshore_devices::memory::slots::fake::FakeSlots;
-    use foreshore_devices::memory::{Memory, MemoryOptions, build};
+    use foreshore_devices::memory::{Memory, MemoryOptions, PmSource, build};
     use foreshore_devices::metrics::Metrics;
     use foreshore_devices::pool::PmPool;
     use foreshore_devices::pool::fake::FakePool;
@@ -263,7 +264,9 @@ mod tests {
     fn memory(zones: Vec<ZoneSpec>) -> Memory {
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
-        build(zones, Some(&pool), Arc::<FakeSlots>::default(), options).unwrap()
+        let userfaults = &UserfaultDevice::missing();
+        let pm = PmSource { pool: &pool, userfaults };
+        build(zones, Some(pm), Arc::<FakeSlots>::default(), options).unwrap()
     }
 
     /// Machine with 64 MiB of boot memory and a hotplug part.

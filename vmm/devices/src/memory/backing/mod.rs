@@ -1,5 +1,6 @@
 //! Host memory that backs guest memory.
 
+mod access_barrier;
 mod dram;
 mod host_dram;
 mod host_node;
@@ -9,6 +10,7 @@ pub mod resident;
 mod segments;
 mod source;
 mod spill;
+mod spill_file;
 mod zone_file;
 
 use std::fmt::Debug;
@@ -18,6 +20,7 @@ use std::ops::Range;
 use foreshore_types::size::Size;
 use thiserror::Error;
 
+pub use access_barrier::AccessBarrier;
 pub use dram::DramBacking;
 #[cfg(test)]
 pub(crate) use host_node::tests::policy_at;
@@ -26,7 +29,8 @@ pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::{HeldMappings, MappingBudget};
 pub use source::{DramError, DramSource};
-pub use spill::{SpillPlan, SpillPlanError, Spiller};
+pub use spill::{SpillPlan, SpillPlanError, SpillStatistics, Spiller};
+pub use spill_file::{SpillFile, SpillFileError};
 pub use zone_file::{ZoneFile, ZoneFileError};
 
 use crate::pool::PoolError;

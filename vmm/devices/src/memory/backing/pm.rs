@@ -8,6 +8,7 @@ use tracing::error;
 
 use super::segments::{Ledger, Segment, Source};
 use super::spill::{STEP_BYTES, SpillError, SpilledMemory};
+use super::spill_file::PoolChunk;
 use super::{Access, Backing, BackingError, MappingBudget, Reservation};
 use crate::pool::{CHUNK_BYTES, PmPool, PoolError};
 
@@ -26,7 +27,7 @@ pub struct PmBacking {
     ledger: Ledger,
     /// Extents that are unmapped, but not yet returned to the pool.
     detached: Vec<Range<u64>>,
-    /// Memory that was moved to DRAM. `None` if it must not be moved.
+    /// Memory that was moved. `None` if it must not be moved.
     spilled: Option<SpilledMemory>,
 }
 
@@ -138,7 +139,7 @@ impl PmBacking {
         Ok(())
     }
 
-    /// Moves up to `max_bytes` of plugged memory to DRAM ([`super::spill`]), but at most
+    /// Moves up to `max_bytes` of plugged memory ([`super::spill`]), but at most
     /// [`STEP_BYTES`]. Returns the bytes that the pool got back: 0 if no memory can be moved. If
     /// pages cannot be copied, a later call tries again.
     pub(super) fn spill(&mut self, max_bytes: u64) -> Result<u64, SpillError> {
@@ -157,6 +158,11 @@ impl PmBacking {
         let in_file = match source {
             Source::Copying { offset } => offset,
             Source::File { offset: in_file } => {
+                let moved_bytes = self.move_to_file(offset, len, in_file)?;
+                if moved_bytes > 0 {
+                    self.free_detached()?;
+                    return Ok(moved_bytes);
+                }
                 self.map_privately(offset, len, in_file)?;
                 in_file
             }
@@ -171,6 +177,27 @@ impl PmBacking {
         let copied_bytes = self.detached.iter().map(|extent| extent.end - extent.start).sum();
         self.free_detached()?;
         if copied_bytes == 0 { result.map(|()| 0) } else { Ok(copied_bytes) }
+    }
+
+    /// Moves chunks to the zone's file, if it has one, and detaches them. Ends at the first chunk
+    /// that cannot be moved. Returns the number of moved bytes.
+    fn move_to_file(&mut self, offset: u64, len: u64, in_pool: u64) -> Result<u64, SpillError> {
+        let Some(spilled) = &self.spilled else { return Ok(0) };
+        let Some(file) = &spilled.file else { return Ok(0) };
+        for at in (0..len).step_by(CHUNK_BYTES as usize) {
+            let from = PoolChunk { file: self.pool.file(), offset: in_pool + at };
+            if let Err(err) = file.take(&self.reservation, offset + at, from) {
+                spilled.report_failure(&err);
+                return Ok(at);
+            }
+            self.ledger.unmap(|segments| {
+                segments.set(offset + at, CHUNK_BYTES, Source::SpillFile);
+                Ok(())
+            })?;
+            spilled.add_to_file(CHUNK_BYTES);
+            self.detached.push(in_pool + at..in_pool + at + CHUNK_BYTES);
+        }
+        Ok(len)
     }
 
     /// Copies the pages of a chunk that is mapped privately, and detaches the chunk.
@@ -214,14 +241,10 @@ impl PmBacking {
     fn map_privately(&mut self, offset: u64, len: u64, in_file: u64) -> Result<(), BackingError> {
         let (pool, reservation) = (&self.pool, &self.reservation);
         self.ledger.unmap(|segments| {
-            let map = |access| reservation.map_file(offset, len, pool.file(), in_file, access);
-            map(Access::ReadWritePrivate).map_err(|source| {
-                // A failed mmap may already have removed the old mapping.
-                if let Err(err) = map(Access::ReadWrite) {
-                    error!(offset, len, %err, "Cannot map memory of the guest again");
-                    // The guest has lost its memory, and another mapping could take its place.
-                    std::process::abort();
-                }
+            let access = Access::ReadWritePrivate;
+            reservation.map_file(offset, len, pool.file(), in_file, access).map_err(|source| {
+                let chunks = PoolChunk { file: pool.file(), offset: in_file };
+                chunks.map_again(reservation, offset, len);
                 BackingError::Map { offset, len, source }
             })?;
             segments.set(offset, len, Source::Copying { offset: in_file });
@@ -278,14 +301,16 @@ impl Backing for PmBacking {
             segments.set(offset, len, Source::Nothing);
             Ok(())
         })?;
-        for Segment { len, source, .. } in before {
+        for Segment { start, len, source } in before {
             if let Source::File { offset } | Source::Copying { offset } = source {
                 self.detached.push(offset..offset + len);
             }
-            if let (Source::Copying { .. } | Source::Copied { .. }, Some(spilled)) =
-                (source, &self.spilled)
-            {
-                spilled.remove(len);
+            match (source, &self.spilled) {
+                (Source::Copying { .. } | Source::Copied { .. }, Some(spilled)) => {
+                    spilled.remove(len);
+                }
+                (Source::SpillFile, Some(spilled)) => spilled.remove_from_file(start, len),
+                _ => {}
             }
         }
         Ok(())

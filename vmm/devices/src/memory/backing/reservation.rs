@@ -191,6 +191,29 @@ impl Reservation {
         self.remap(offset, len, libc::PROT_NONE, ANON, None)
     }
 
+    /// Replaces the mapping at `offset` by that of `from`, which is anonymous and empty, with its
+    /// registration for faults. `from` remains mapped.
+    pub(super) fn replace_by(&self, offset: u64, from: &Reservation) -> io::Result<()> {
+        let addr = self.checked(offset, from.len_bytes());
+        #[cfg(test)]
+        self.scripted()?;
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+        let (old, len) = (from.addr as *mut libc::c_void, from.len);
+        // SAFETY: both ranges are inside their reservations, into which no references point.
+        match unsafe { libc::mremap(old, len, len, flags, addr) } {
+            libc::MAP_FAILED => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    }
+
+    #[cfg(test)]
+    fn scripted(&self) -> io::Result<()> {
+        match self.script.lock().pop_front() {
+            Some(false) => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+            _ => Ok(()),
+        }
+    }
+
     /// Replaces the mapping at `offset`.
     fn remap(
         &self,
@@ -202,9 +225,7 @@ impl Reservation {
     ) -> io::Result<()> {
         let addr = self.checked(offset, len);
         #[cfg(test)]
-        if self.script.lock().pop_front() == Some(false) {
-            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
-        }
+        self.scripted()?;
         let is_set_aside = prot != libc::PROT_NONE && self.set_aside.get().is_some();
         let reserve = if is_set_aside { 0 } else { libc::MAP_NORESERVE };
         map(addr, len as usize, prot, kind | reserve | libc::MAP_FIXED, file)?;

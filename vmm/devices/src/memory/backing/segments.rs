@@ -30,6 +30,8 @@ pub(super) enum Source {
     Copied {
         offset: u64,
     },
+    /// The zone's spill file, at the same offset as in the zone.
+    SpillFile,
 }
 
 impl Source {
@@ -39,7 +41,7 @@ impl Source {
             Self::File { offset } => Self::File { offset: offset + bytes },
             Self::Copying { offset } => Self::Copying { offset: offset + bytes },
             Self::Copied { offset } => Self::Copied { offset: offset + bytes },
-            Self::Nothing | Self::Anonymous => self,
+            Self::Nothing | Self::Anonymous | Self::SpillFile => self,
         }
     }
 }

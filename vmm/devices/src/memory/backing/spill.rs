@@ -1,6 +1,7 @@
-//! Moves lent memory from a pool to DRAM if a volume needs chunks that the guest does not unplug.
+//! Moves lent memory from a pool if a volume needs chunks that the guest does not unplug.
 //!
-//! Memory is moved while the guest uses it, without a pause ([`PmBacking::spill`]):
+//! Memory is moved while the guest uses it, without a pause ([`PmBacking::spill`]), to a file
+//! ([`super::spill_file`]) or to DRAM:
 //! 1. Map the same part of the pool's file again, privately. Stores no longer reach the chunk. A
 //!    page is copied to DRAM by the first store to it.
 //! 2. Copy the remaining pages (MADV_POPULATE_WRITE).
@@ -13,7 +14,7 @@
 //! unmap_mapping_pages with `even_cows` unset). Only MADV_DONTNEED would remove them, but the
 //! virtio balloon refuses pages of PM.
 //!
-//! Moved memory remains in DRAM until the guest unplugs it.
+//! Moved memory remains there until the guest unplugs it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -26,6 +27,7 @@ use thiserror::Error;
 
 use super::host_dram::HostDram;
 use super::pm::PmBacking;
+use super::spill_file::{MoveError, SpillFile};
 use super::{Access, BackingError, MappingBudget, Reservation};
 use crate::log::rate_limited;
 use crate::pool::{CHUNK_BYTES, PmPool};
@@ -58,7 +60,7 @@ pub(super) enum SpillError {
     },
 }
 
-/// DRAM that the zones of a VM may use for moved memory. The pool lends promised bytes only up to
+/// Bytes of moved memory that the zones of a VM may have. The pool lends promised bytes only up to
 /// the unused part of this limit, so that all of them can be returned.
 struct SpillBudget {
     pool: Arc<dyn PmPool>,
@@ -97,17 +99,28 @@ impl fmt::Debug for SpillBudget {
     }
 }
 
+/// Moved memory of a zone.
+#[derive(Debug, Default)]
+pub struct SpillStatistics {
+    pub bytes: AtomicU64,
+    /// Part of `bytes` in the spill file.
+    pub file_bytes: AtomicU64,
+    /// Failed moves to the spill file.
+    pub file_failures: AtomicU64,
+}
+
 /// Part of a budget that a zone uses.
 #[derive(Debug)]
 pub struct SpilledMemory {
     budget: Arc<SpillBudget>,
     limit_bytes: u64,
-    bytes: Arc<AtomicU64>,
+    statistics: Arc<SpillStatistics>,
+    pub(super) file: Option<SpillFile>,
 }
 
 impl SpilledMemory {
     pub(super) fn unused_bytes(&self) -> u64 {
-        self.limit_bytes.saturating_sub(self.bytes.load(Ordering::Relaxed))
+        self.limit_bytes.saturating_sub(self.statistics.bytes.load(Ordering::Relaxed))
     }
 
     /// Checks that the host has DRAM for a step.
@@ -122,13 +135,34 @@ impl SpilledMemory {
     }
 
     pub(super) fn add(&self, bytes: u64) {
-        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.statistics.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.budget.change(|used| used.bytes += bytes);
     }
 
     pub(super) fn remove(&self, bytes: u64) {
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.statistics.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.budget.change(|used| used.bytes -= bytes);
+    }
+
+    pub(super) fn add_to_file(&self, bytes: u64) {
+        self.statistics.file_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.add(bytes);
+    }
+
+    /// Removes unmapped memory from the file. If this fails, its space is used again for the same
+    /// part of the zone.
+    pub(super) fn remove_from_file(&self, offset: u64, bytes: u64) {
+        if let Some(Err(err)) = self.file.as_ref().map(|file| file.release(offset, bytes)) {
+            rate_limited!(warn, %err, "Cannot remove unplugged memory from the spill file");
+        }
+        self.statistics.file_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.remove(bytes);
+    }
+
+    pub(super) fn report_failure(&self, err: &MoveError) {
+        self.statistics.file_failures.fetch_add(1, Ordering::Relaxed);
+        let error = foreshore_types::chain(err);
+        rate_limited!(warn, error, "Cannot move memory to the spill file; it is moved to DRAM");
     }
 }
 
@@ -174,27 +208,29 @@ impl SpillPlan {
         Ok(Self { budget, zones: Vec::new() })
     }
 
-    /// Creates the backing of a zone. Up to `limit_bytes` of its memory may be moved. Also returns
-    /// the counter of moved bytes.
+    /// Creates the backing of a zone. Up to `limit_bytes` of its memory may be moved, to `file` if
+    /// there is one.
     pub fn add_zone(
         &mut self,
         pool: &Arc<dyn PmPool>,
         reservation: &Arc<Reservation>,
         mappings: &Arc<MappingBudget>,
         limit_bytes: u64,
-    ) -> (Arc<Mutex<PmBacking>>, Arc<AtomicU64>) {
-        let bytes = Arc::default();
+        file: Option<SpillFile>,
+    ) -> (Arc<Mutex<PmBacking>>, Arc<SpillStatistics>) {
+        let statistics = Arc::default();
         let spilled = self.budget.as_ref().filter(|_| limit_bytes > 0);
         let spilled = spilled.map(|budget| SpilledMemory {
             budget: Arc::clone(budget),
             limit_bytes,
-            bytes: Arc::clone(&bytes),
+            statistics: Arc::clone(&statistics),
+            file,
         });
         let (pool, reservation) = (Arc::clone(pool), Arc::clone(reservation));
         let backing = PmBacking::new(pool, reservation, Arc::clone(mappings), spilled);
         let backing = Arc::new(Mutex::new(backing));
         self.zones.push(Arc::downgrade(&backing));
-        (backing, bytes)
+        (backing, statistics)
     }
 
     /// Starts the thread that moves memory, if any memory may be moved. From now on, memory may
@@ -267,7 +303,7 @@ fn spill_from(zones: &[Weak<Mutex<PmBacking>>], wanted_bytes: u64) -> u64 {
                 Ok(bytes) => spilled_bytes += bytes,
                 Err(err) => {
                     let error = foreshore_types::chain(&err);
-                    rate_limited!(warn, error, "Cannot move memory that a volume needs to DRAM");
+                    rate_limited!(warn, error, "Cannot move memory that a volume needs");
                     break;
                 }
             }
@@ -286,6 +322,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::super::host_dram::tests::{host, set_available_kib};
+    use super::super::spill_file::tests::barrier;
     use super::super::{Backing, MappingBudget};
     use super::*;
     use crate::pool::{LocalPool, VolumeFormat, VolumeOptions, VolumeSize};
@@ -300,17 +337,23 @@ mod tests {
         pool: Arc<LocalPool>,
         zone: Arc<Reservation>,
         backing: Arc<Mutex<PmBacking>>,
-        bytes: Arc<AtomicU64>,
+        statistics: Arc<SpillStatistics>,
         spiller: Option<Spiller>,
         _folder: TempDir,
     }
 
     fn fixture() -> Option<Fixture> {
-        fixture_on(HostDram::new())
+        fixture_on(HostDram::new(), None)
+    }
+
+    /// Returns a new file for the zone. `None` if the user cannot open /dev/userfaultfd.
+    fn spill_file() -> Option<SpillFile> {
+        let folder = std::env::temp_dir();
+        barrier().map(|barrier| SpillFile::create(&folder, POOL, barrier).unwrap())
     }
 
     /// Plugs all memory that the pool lends: 52 MiB.
-    fn fixture_on(dram: HostDram) -> Option<Fixture> {
+    fn fixture_on(dram: HostDram, file: Option<SpillFile>) -> Option<Fixture> {
         let folder = TempDir::new_in("/dev/shm").ok()?;
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, POOL + 4 * MIB, 0).unwrap());
@@ -324,16 +367,24 @@ mod tests {
         let mut plan = SpillPlan::on_host(dram, Some(&pool), LIMIT).unwrap();
         let zone = Arc::new(Reservation::new(POOL, 1 << 30).unwrap());
         let mappings = Arc::new(MappingBudget::new(1000));
-        let (mut backing, bytes) = plan.add_zone(&pool, &zone, &mappings, LIMIT);
+        let (mut backing, statistics) = plan.add_zone(&pool, &zone, &mappings, LIMIT, file);
         assert_eq!(local.offered_bytes(), POOL - VOLUME);
         let spiller = plan.start().unwrap();
         assert_eq!(local.offered_bytes(), POOL - VOLUME + LIMIT);
         backing.plug(0, POOL - VOLUME + LIMIT).unwrap();
         assert_eq!(local.offered_bytes(), 0);
-        Some(Fixture { pool: local, zone, backing, bytes, spiller, _folder: folder })
+        Some(Fixture { pool: local, zone, backing, statistics, spiller, _folder: folder })
     }
 
     impl Fixture {
+        fn moved_bytes(&self) -> u64 {
+            self.statistics.bytes.load(Ordering::Relaxed)
+        }
+
+        fn file_bytes(&self) -> u64 {
+            self.statistics.file_bytes.load(Ordering::Relaxed)
+        }
+
         fn word(&self, offset: u64) -> &AtomicU64 {
             assert!(offset < POOL - VOLUME + LIMIT);
             // SAFETY: the test has plugged this part of the zone, and accesses it only as atomic
@@ -354,6 +405,49 @@ mod tests {
     #[test]
     fn content_stays_while_volumes_take_the_chunks() {
         let Some(fixture) = fixture() else { return };
+        content_stays(&fixture);
+        assert_eq!(fixture.file_bytes(), 0);
+    }
+
+    #[test]
+    fn content_stays_while_it_is_moved_to_a_file() {
+        let Some(file) = spill_file() else { return };
+        let Some(mut fixture) = fixture_on(HostDram::new(), Some(file)) else { return };
+        content_stays(&fixture);
+        assert_eq!(fixture.file_bytes(), LIMIT);
+        let failures = &fixture.statistics.file_failures;
+        assert_eq!(failures.load(Ordering::Relaxed), 0);
+        fixture.backing.detach(0, 10 * MIB).unwrap();
+        fixture.backing.free_detached().unwrap();
+        assert_eq!([fixture.moved_bytes(), fixture.file_bytes()], [LIMIT - 10 * MIB; 2]);
+        assert_eq!(fixture.pool.info().borrowable_bytes, 10 * MIB);
+    }
+
+    #[test]
+    fn memory_is_moved_to_dram_if_the_file_fails() {
+        let Some(file) = spill_file() else { return };
+        let Some(mut fixture) = fixture_on(HostDram::new(), Some(file)) else { return };
+        drop(fixture.spiller.take());
+        fixture.word(0).store(5, Ordering::Relaxed);
+        fixture.word(2 * CHUNK_BYTES).store(6, Ordering::Relaxed);
+        let spill = || fixture.backing.lock().spill(LIMIT).unwrap();
+        // The barrier of the second chunk fails.
+        fixture.zone.script([true, true, false]);
+        assert_eq!(spill(), CHUNK_BYTES);
+        fixture.zone.script([false]);
+        assert_eq!(spill(), STEP_BYTES);
+        assert_eq!([fixture.moved_bytes(), fixture.file_bytes()], [5, 1].map(|n| n * CHUNK_BYTES));
+        assert_eq!(fixture.statistics.file_failures.load(Ordering::Relaxed), 2);
+        assert_eq!(spill(), STEP_BYTES);
+        assert_eq!([fixture.moved_bytes(), fixture.file_bytes()], [9, 5].map(|n| n * CHUNK_BYTES));
+        fixture.pool.pool().scrub_all().unwrap();
+        let values = [0, 2 * CHUNK_BYTES].map(|at| fixture.word(at).load(Ordering::Relaxed));
+        assert_eq!(values, [5, 6]);
+        fixture.backing.detach(0, 9 * CHUNK_BYTES).unwrap();
+        assert_eq!([fixture.moved_bytes(), fixture.file_bytes()], [0, 0]);
+    }
+
+    fn content_stays(fixture: &Fixture) {
         let words = || (0..POOL - VOLUME + LIMIT).step_by(4096);
         words().for_each(|at| fixture.word(at).store(at, Ordering::Relaxed));
         let ends = AtomicBool::new(false);
@@ -376,7 +470,7 @@ mod tests {
             ends.store(true, Ordering::Relaxed);
             stores.join().unwrap()
         });
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), LIMIT);
+        assert_eq!(fixture.moved_bytes(), LIMIT);
         assert_eq!(fixture.pool.info().memory_bytes, POOL - VOLUME);
         for at in words() {
             let values = [0, 8].map(|word| fixture.word(at + word).load(Ordering::Relaxed));
@@ -409,12 +503,12 @@ mod tests {
         use pmem_volume::media::Media;
         const MAX_KIB: u64 = (STEP_BYTES + KEPT_DRAM_BYTES) / 1024;
         let host = host(MAX_KIB - 1);
-        let Some(fixture) = fixture_on(HostDram::in_folder(host.path())) else { return };
+        let Some(fixture) = fixture_on(HostDram::in_folder(host.path()), None) else { return };
         let volume = fixture.pool.pool().open_volume("thin").unwrap();
         let store = |chunk: u64| volume.store(chunk * CHUNK_BYTES, &[0xff; 64]);
         fixture.word(8).store(3, Ordering::Relaxed);
         let failed = (0..VOLUME / CHUNK_BYTES).find(|chunk| store(*chunk).is_err()).unwrap();
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
+        assert_eq!(fixture.moved_bytes(), 0);
         set_available_kib(&host, MAX_KIB);
         // The pool waits before it tries again.
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -422,7 +516,7 @@ mod tests {
             assert!(Instant::now() < deadline, "{error}");
             thread::yield_now();
         }
-        assert!(fixture.bytes.load(Ordering::Relaxed) > 0);
+        assert!(fixture.moved_bytes() > 0);
         assert_eq!(fixture.word(8).load(Ordering::Relaxed), 3);
     }
 
@@ -434,7 +528,7 @@ mod tests {
         // The start of the zone was moved.
         fixture.backing.detach(LIMIT - 10 * MIB, 10 * MIB).unwrap();
         fixture.backing.free_detached().unwrap();
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), LIMIT - 10 * MIB);
+        assert_eq!(fixture.moved_bytes(), LIMIT - 10 * MIB);
         let info = fixture.pool.info();
         assert_eq!((info.borrowable_bytes, info.memory_bytes), (10 * MIB, POOL - VOLUME));
         fixture.backing.detach(LIMIT, 6 * MIB).unwrap();
@@ -453,14 +547,14 @@ mod tests {
         // The private mapping fails, and the old mapping is restored.
         fixture.zone.script([false, true]);
         assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
+        assert_eq!(fixture.moved_bytes(), 0);
         let before = fixture.pool.info().memory_bytes;
         fixture.zone.fail_next_populate();
         assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
         assert_eq!(fixture.pool.info().memory_bytes, before, "a chunk was returned too early");
         fixture.word(8192).store(6, Ordering::Relaxed);
         // A chunk that cannot be copied does not prevent other moves.
-        while fixture.bytes.load(Ordering::Relaxed) < LIMIT {
+        while fixture.moved_bytes() < LIMIT {
             assert!(fixture.backing.lock().spill(LIMIT).unwrap() > 0);
         }
         assert_eq!(fixture.pool.info().memory_bytes, before - LIMIT + CHUNK_BYTES);
@@ -481,17 +575,17 @@ mod tests {
             fixture.zone.fail_next_populate();
             assert!(fixture.backing.lock().spill(CHUNK_BYTES).is_err());
         }
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 2 * CHUNK_BYTES);
+        assert_eq!(fixture.moved_bytes(), 2 * CHUNK_BYTES);
         fixture.backing.detach(CHUNK_BYTES, 2 * CHUNK_BYTES).unwrap();
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), CHUNK_BYTES);
+        assert_eq!(fixture.moved_bytes(), CHUNK_BYTES);
         // A recall takes detached chunks first.
         let bytes = fixture.backing.lock().spill(CHUNK_BYTES).unwrap();
         assert_eq!(bytes, 2 * CHUNK_BYTES);
         assert_eq!(fixture.pool.info().memory_bytes, before - 2 * CHUNK_BYTES);
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), CHUNK_BYTES);
+        assert_eq!(fixture.moved_bytes(), CHUNK_BYTES);
         fixture.backing.detach(0, CHUNK_BYTES).unwrap();
         fixture.backing.free_detached().unwrap();
         assert_eq!(fixture.pool.info().memory_bytes, before - 3 * CHUNK_BYTES);
-        assert_eq!(fixture.bytes.load(Ordering::Relaxed), 0);
+        assert_eq!(fixture.moved_bytes(), 0);
     }
 }

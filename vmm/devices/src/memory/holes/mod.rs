@@ -15,7 +15,7 @@ mod stock;
 mod store_waits;
 #[cfg(test)]
 mod tests;
-mod userfault;
+pub(super) mod userfault;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

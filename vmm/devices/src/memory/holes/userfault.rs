@@ -27,6 +27,8 @@ const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 const UFFD_FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
 /// Absent pages can be write-protected (since Linux 6.4).
 const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+pub(in crate::memory) const UFFD_FEATURE_EVENT_REMAP: u64 = 1 << 2;
+pub(in crate::memory) const UFFDIO_REGISTER_MODE_MISSING: u64 = 1 << 0;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
@@ -118,7 +120,7 @@ impl UserfaultDevice {
     }
 
     /// Creates a context without a handshake.
-    fn context(&self) -> io::Result<OwnedFd> {
+    pub(in crate::memory) fn context(&self) -> io::Result<OwnedFd> {
         let device = self.0.as_ref().map_err(|err| io::Error::from(err.kind()))?;
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         // SAFETY: the argument is a number.
@@ -140,21 +142,21 @@ fn above_kvm(fd: OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, lowest)?)
 }
 
-fn handshake(fd: &OwnedFd, features: u64) -> io::Result<()> {
+pub(in crate::memory) fn handshake(fd: &OwnedFd, features: u64) -> io::Result<()> {
     let mut api = Api { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the request takes this structure.
     unsafe { ioctl(fd, UFFDIO_API, &mut api) }
 }
 
 /// Reports faults of a range of anonymous memory.
-fn register(fd: &OwnedFd, start: u64, len: u64, mode: u64) -> io::Result<()> {
+pub(in crate::memory) fn register(fd: &OwnedFd, start: u64, len: u64, mode: u64) -> io::Result<()> {
     let mut register = Register { range: AddressRange { start, len }, mode, ioctls: 0 };
     // SAFETY: the request takes this structure. It changes no content of memory.
     unsafe { ioctl(fd, UFFDIO_REGISTER, &mut register) }
 }
 
 /// Repeats the accesses that wait for a range of addresses.
-fn wake(fd: &OwnedFd, start: u64, len: u64) -> io::Result<()> {
+pub(in crate::memory) fn wake(fd: &OwnedFd, start: u64, len: u64) -> io::Result<()> {
     let mut range = AddressRange { start, len };
     // SAFETY: the request takes this structure.
     unsafe { ioctl(fd, UFFDIO_WAKE, &mut range) }

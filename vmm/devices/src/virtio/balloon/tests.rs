@@ -11,10 +11,11 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use super::device::{F_DEFLATE_ON_OOM, F_REPORTING, F_STATS_VQ};
 use super::*;
 use crate::event_loop::EventLoop;
+use crate::memory::holes::UserfaultDevice;
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
 use crate::memory::zone::{Tier, ZoneSpec};
-use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, build};
+use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, PmSource, build};
 use crate::pool::PmPool;
 use crate::pool::fake::FakePool;
 use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
@@ -68,7 +69,9 @@ impl Rig {
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, host_bytes: 64 << 30 };
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
-        let mut memory = build(zones, Some(&pool), table, options).unwrap();
+        let userfaults = &UserfaultDevice::missing();
+        let pm = PmSource { pool: &pool, userfaults };
+        let mut memory = build(zones, Some(pm), table, options).unwrap();
         let mut parts = memory.take_hotplug();
         for part in &mut parts {
             part.backing.plug(0, 4 * BLOCK_BYTES).unwrap();

@@ -1,0 +1,105 @@
+//! Barrier at which all accesses to a part of guest memory wait, while its content is moved.
+//!
+//! The part is replaced by empty memory whose faults userfaultfd(2) reports. vCPUs, devices and the
+//! kernel wait there until other memory has its place. The empty memory must be registered before
+//! an access can reach it, so it is registered elsewhere and moved over the part. mremap(2) does
+//! both under the lock of the address space: it removes the pages of the part, also from KVM's
+//! tables, and moves the registration (Linux mm/mremap.c, `mremap_to`).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use foreshore_confinement::thread::{ThreadKind, spawn_confined};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+
+use super::Reservation;
+use crate::log::rate_limited;
+use crate::memory::holes::UserfaultDevice;
+use crate::memory::holes::userfault::{
+    UFFD_FEATURE_EVENT_REMAP, UFFDIO_REGISTER_MODE_MISSING, handshake, register, wake,
+};
+use crate::pool::CHUNK_BYTES;
+
+/// Barrier for parts of one chunk.
+#[derive(Debug)]
+pub struct AccessBarrier {
+    userfaults: Arc<OwnedFd>,
+    empty: Reservation,
+    end: Arc<OwnedFd>,
+    /// `None` while the value is dropped.
+    thread: Option<JoinHandle<()>>,
+    /// Broken variant: accesses do not wait.
+    #[cfg(test)]
+    pub(super) is_open: std::sync::atomic::AtomicBool,
+}
+
+impl AccessBarrier {
+    pub fn new(device: &UserfaultDevice) -> io::Result<Self> {
+        let userfaults = Arc::new(device.context()?);
+        // Without this feature, mremap() ends the registration (fs/userfaultfd.c,
+        // mremap_userfaultfd_prep).
+        handshake(&userfaults, UFFD_FEATURE_EVENT_REMAP)?;
+        let empty = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
+        empty.map_anonymous(0, CHUNK_BYTES)?;
+        register(&userfaults, empty.addr(), CHUNK_BYTES, UFFDIO_REGISTER_MODE_MISSING)?;
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let (fds, name) = ([Arc::clone(&userfaults), Arc::clone(&end)], "_barrier");
+        let thread = spawn_confined(ThreadKind::Memory, name, move || read_events(&fds))?;
+        Ok(Self {
+            userfaults,
+            empty,
+            end,
+            thread: Some(thread),
+            #[cfg(test)]
+            is_open: Default::default(),
+        })
+    }
+
+    /// Replaces the chunk at `offset` by the barrier. After an error, nothing may be mapped there.
+    pub(super) fn raise(&self, zone: &Reservation, offset: u64) -> io::Result<()> {
+        #[cfg(test)]
+        if self.is_open.load(std::sync::atomic::Ordering::Relaxed) {
+            return Ok(());
+        }
+        zone.replace_by(offset, &self.empty)
+    }
+
+    /// Repeats the accesses that wait for the chunk at `offset`, in whose place other memory is
+    /// mapped.
+    pub(super) fn lower(&self, zone: &Reservation, offset: u64) {
+        if let Err(err) = wake(&self.userfaults, zone.addr() + offset, CHUNK_BYTES) {
+            rate_limited!(error, %err, "Cannot wake accesses to moved memory");
+        }
+    }
+}
+
+impl Drop for AccessBarrier {
+    fn drop(&mut self) {
+        rustix::io::write(&*self.end, &1u64.to_ne_bytes()).expect("an open eventfd");
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Reads events until the end. The thread that raises the barrier waits until its event was read
+/// (fs/userfaultfd.c, userfaultfd_event_wait_completion), so it cannot be this thread. Reports of
+/// faults need no answer.
+fn read_events([userfaults, end]: &[Arc<OwnedFd>; 2]) {
+    let mut events = [0; 1024];
+    loop {
+        let mut fds = [userfaults, end].map(|fd| PollFd::new(fd, PollFlags::IN));
+        match poll(&mut fds, None) {
+            Ok(_) if !fds[1].revents().is_empty() => return,
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(err) => unreachable!("poll of own descriptors: {err}"),
+        }
+        match rustix::io::read(userfaults, &mut events) {
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(err) => rate_limited!(error, %err, "Cannot read events of moved memory"),
+        }
+    }
+}

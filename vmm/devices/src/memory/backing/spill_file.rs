@@ -1,0 +1,434 @@
+//! File to which memory of a pool is moved (`spill_file=`), at the same offset as in the zone.
+//!
+//! A chunk is moved while the guest uses it:
+//! 1. Allocate space in the file. A full disk is found here.
+//! 2. Copy the chunk. Most waits for a slow disk are here.
+//! 3. Raise the barrier, at which all accesses to the chunk wait.
+//! 4. Copy the blocks that were stored since.
+//! 5. Map the file, and lower the barrier.
+//!
+//! After a failure, the chunk of the pool is mapped again. Chunks that are not in the file are
+//! moved to DRAM.
+//!
+//! A thread that waits at the barrier may hold any lock except that of the address space, for
+//! example one of guest memory, KVM (SRCU), vhost or the guest. Steps 3 to 5 therefore take no
+//! lock, and only use the spill file and the pool's file. The kernel locks these files, but copies
+//! from or to no guest memory under their locks. No request in flight has pinned pages of the
+//! chunk, because disks use buffers, and the kernel copies for sockets and taps.
+//!
+//! The file is page cache, which the kernel can write to a disk and reclaim, unlike copies in DRAM.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use pmem_volume::file_mode::PRIVATE_MODE;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::{pread, retry_on_intr};
+use thiserror::Error;
+use tracing::error;
+
+use super::access_barrier::AccessBarrier;
+use super::source::punch_hole;
+use super::{Access, Reservation};
+use crate::pool::CHUNK_BYTES;
+
+/// Size of a block that is compared and copied. Divides a chunk.
+const BLOCK_BYTES: usize = 64 << 10;
+
+/// Reason why a file is not usable.
+#[derive(Debug, Error)]
+pub enum SpillFileError {
+    #[error("cannot create an unnamed file in this folder")]
+    Create(#[source] io::Error),
+    #[error(
+        "its file system cannot write to files, allocate their space or punch holes (fallocate)"
+    )]
+    Unsupported(#[source] io::Error),
+}
+
+/// Failure to move a chunk, whose content and mapping have not changed.
+#[derive(Debug, Error)]
+pub(super) enum MoveError {
+    #[error("cannot allocate {CHUNK_BYTES:#x} bytes at offset {offset:#x} of the file")]
+    Allocate {
+        offset: u64,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot copy memory at offset {offset:#x} to the file")]
+    Copy {
+        offset: u64,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot map the file at offset {offset:#x}")]
+    Map {
+        offset: u64,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Unnamed file, which disappears at the end of the VM.
+#[derive(Debug)]
+pub struct SpillFile {
+    file: File,
+    barrier: Arc<AccessBarrier>,
+    /// Called after each copy of a chunk.
+    #[cfg(test)]
+    after_copy: tests::Hooks,
+}
+
+/// Part of a pool's file.
+#[derive(Clone, Copy)]
+pub(super) struct PoolChunk<'a> {
+    pub(super) file: BorrowedFd<'a>,
+    pub(super) offset: u64,
+}
+
+impl PoolChunk<'_> {
+    /// Maps `len` bytes from the pool at `offset` of the zone again, because a failed call may have
+    /// removed the mapping.
+    pub(super) fn map_again(self, zone: &Reservation, offset: u64, len: u64) {
+        if let Err(err) = zone.map_file(offset, len, self.file, self.offset, Access::ReadWrite) {
+            error!(offset, len, %err, "Cannot map memory of the guest again");
+            // The guest has lost its memory, and another mapping could take its place.
+            std::process::abort();
+        }
+    }
+}
+
+impl SpillFile {
+    /// Creates a file for a zone of `len_bytes`.
+    pub fn create(
+        folder: &Path,
+        len_bytes: u64,
+        barrier: Arc<AccessBarrier>,
+    ) -> Result<Self, SpillFileError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(PRIVATE_MODE);
+        let file = options.open(folder).map_err(SpillFileError::Create)?;
+        let spill = Self::new(file, barrier);
+        spill.file.set_len(len_bytes).map_err(SpillFileError::Create)?;
+        // Files on hugetlbfs cannot be written.
+        let is_usable = spill
+            .file
+            .write_all_at(&[0], 0)
+            .and_then(|()| spill.allocate(0, 4096))
+            .and_then(|()| spill.release(0, 4096));
+        is_usable.map(|()| spill).map_err(SpillFileError::Unsupported)
+    }
+
+    fn new(file: File, barrier: Arc<AccessBarrier>) -> Self {
+        Self {
+            file,
+            barrier,
+            #[cfg(test)]
+            after_copy: Default::default(),
+        }
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        retry_on_intr(|| fallocate(&self.file, FallocateFlags::empty(), offset, len))
+            .map_err(io::Error::from)
+    }
+
+    /// Removes unmapped memory.
+    pub(super) fn release(&self, offset: u64, len: u64) -> io::Result<()> {
+        punch_hole(&self.file, offset, len)
+    }
+
+    /// Moves the chunk at `offset` of the zone from the pool to the file.
+    pub(super) fn take(
+        &self,
+        zone: &Reservation,
+        offset: u64,
+        from: PoolChunk<'_>,
+    ) -> Result<(), MoveError> {
+        let mut copier = Copier::new(self, from, offset);
+        self.allocate(offset, CHUNK_BYTES)
+            .map_err(|source| MoveError::Allocate { offset, source })?;
+        copier.copy()?;
+        #[cfg(test)]
+        self.after_copy.call();
+        let moved = self.replace(zone, offset, &mut copier);
+        if moved.is_err() {
+            from.map_again(zone, offset, CHUNK_BYTES);
+        }
+        self.barrier.lower(zone, offset);
+        moved
+    }
+
+    fn replace(
+        &self,
+        zone: &Reservation,
+        offset: u64,
+        copier: &mut Copier<'_>,
+    ) -> Result<(), MoveError> {
+        let not_mapped = |source| MoveError::Map { offset, source };
+        self.barrier.raise(zone, offset).map_err(not_mapped)?;
+        copier.copy()?;
+        #[cfg(test)]
+        self.after_copy.call();
+        let access = Access::ReadWrite;
+        zone.map_file(offset, CHUNK_BYTES, self.file.as_fd(), offset, access).map_err(not_mapped)
+    }
+}
+
+/// Copies a chunk, and has allocated all it needs for that.
+struct Copier<'a> {
+    from: PoolChunk<'a>,
+    to: &'a File,
+    /// Offset in the file.
+    offset: u64,
+    source: Vec<u8>,
+    target: Vec<u8>,
+}
+
+impl<'a> Copier<'a> {
+    fn new(spill: &'a SpillFile, from: PoolChunk<'a>, offset: u64) -> Self {
+        let block = || vec![0; BLOCK_BYTES];
+        Self { from, to: &spill.file, offset, source: block(), target: block() }
+    }
+
+    /// Copies the blocks that differ. Files report bad pages as errors, and mappings by signals.
+    fn copy(&mut self) -> Result<(), MoveError> {
+        (0..CHUNK_BYTES).step_by(BLOCK_BYTES).try_for_each(|at| {
+            let offset = self.offset + at;
+            self.copy_block(at).map_err(|source| MoveError::Copy { offset, source })
+        })
+    }
+
+    fn copy_block(&mut self, at: u64) -> io::Result<()> {
+        read_exact(self.from.file, self.from.offset + at, &mut self.source)?;
+        read_exact(self.to.as_fd(), self.offset + at, &mut self.target)?;
+        if self.source != self.target {
+            self.to.write_all_at(&self.source, self.offset + at)?;
+        }
+        Ok(())
+    }
+}
+
+fn read_exact(file: BorrowedFd<'_>, mut offset: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+    while !buffer.is_empty() {
+        match retry_on_intr(|| pread(file, &mut *buffer, offset))? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => {
+                buffer = &mut buffer[read..];
+                offset += read as u64;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::collections::VecDeque;
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::mpsc;
+    use std::thread::{self, JoinHandle};
+    use std::{fmt, fs};
+
+    use parking_lot::Mutex;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::memory::holes::UserfaultDevice;
+
+    /// Functions that are called once, in this order.
+    #[derive(Default)]
+    pub(super) struct Hooks(Mutex<VecDeque<Box<dyn FnOnce() + Send>>>);
+
+    impl Hooks {
+        pub(super) fn call(&self) {
+            if let Some(call) = self.0.lock().pop_front() {
+                call();
+            }
+        }
+    }
+
+    impl fmt::Debug for Hooks {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("Hooks")
+        }
+    }
+
+    /// `None` if the user cannot open /dev/userfaultfd.
+    pub(in super::super) fn barrier() -> Option<Arc<AccessBarrier>> {
+        let device = UserfaultDevice::default();
+        device.refusal().is_none().then(|| Arc::new(AccessBarrier::new(&device).unwrap()))
+    }
+
+    /// Zone with one chunk of a pool, whose words are 5.
+    struct Fixture {
+        pool: File,
+        zone: Arc<Reservation>,
+        barrier: Arc<AccessBarrier>,
+    }
+
+    /// Position of the chunk in the pool.
+    const IN_POOL: u64 = CHUNK_BYTES;
+    const EARLY: u64 = 64;
+    const LATE: u64 = 0;
+
+    impl Fixture {
+        fn new() -> Option<Self> {
+            let barrier = barrier()?;
+            let pool = tempfile::tempfile_in("/dev/shm").unwrap();
+            pool.set_len(IN_POOL + CHUNK_BYTES).unwrap();
+            let zone = Arc::new(Reservation::new(2 * CHUNK_BYTES, CHUNK_BYTES).unwrap());
+            let fixture = Self { pool, zone, barrier };
+            fixture.chunk().map_again(&fixture.zone, CHUNK_BYTES, CHUNK_BYTES);
+            let words = (0..CHUNK_BYTES).step_by(8);
+            words.for_each(|at| word(&fixture.zone, at).store(5, Ordering::Relaxed));
+            Some(fixture)
+        }
+
+        fn chunk(&self) -> PoolChunk<'_> {
+            PoolChunk { file: self.pool.as_fd(), offset: IN_POOL }
+        }
+
+        fn take(&self, spill: &SpillFile) -> Result<(), MoveError> {
+            spill.take(&self.zone, CHUNK_BYTES, self.chunk())
+        }
+
+        /// Stores 6 to word `EARLY` after the first copy of the chunk, and 7 to word `LATE` after
+        /// the second, by a thread that is returned.
+        fn store_after_copies(&self, spill: &SpillFile) -> mpsc::Receiver<JoinHandle<()>> {
+            let (sender, stores) = mpsc::channel();
+            let (early, late) = (Arc::clone(&self.zone), Arc::clone(&self.zone));
+            let mut hooks = spill.after_copy.0.lock();
+            hooks.push_back(Box::new(move || word(&early, EARLY).store(6, Ordering::Relaxed)));
+            hooks.push_back(Box::new(move || sender.send(start_store(late)).unwrap()));
+            stores
+        }
+
+        /// Values of `EARLY` and `LATE` in the zone.
+        fn values(&self) -> [u64; 2] {
+            [EARLY, LATE].map(|at| word(&self.zone, at).load(Ordering::Relaxed))
+        }
+    }
+
+    fn value(file: &File, offset: u64) -> u64 {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, offset).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    /// Word in the second chunk of the zone.
+    fn word(zone: &Reservation, at: u64) -> &AtomicU64 {
+        assert!(at < CHUNK_BYTES);
+        // SAFETY: the test maps this chunk, and accesses it only as atomic words.
+        unsafe { AtomicU64::from_ptr((zone.addr() + CHUNK_BYTES + at) as *mut u64) }
+    }
+
+    /// Starts a thread that stores, and returns when it has stored or waits at the barrier.
+    fn start_store(zone: Arc<Reservation>) -> JoinHandle<()> {
+        let (started, starts) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            started.send(rustix::thread::gettid()).unwrap();
+            word(&zone, LATE).store(7, Ordering::Relaxed);
+        });
+        let id = starts.recv().unwrap().as_raw_nonzero();
+        let waits = || {
+            let waits_in = fs::read_to_string(format!("/proc/self/task/{id}/wchan"));
+            waits_in.is_ok_and(|function| function == "handle_userfault")
+        };
+        while !thread.is_finished() && !waits() {
+            thread::yield_now();
+        }
+        thread
+    }
+
+    fn folders() -> Vec<TempDir> {
+        // Memory, and usually a disk.
+        vec![TempDir::new_in("/dev/shm").unwrap(), TempDir::new().unwrap()]
+    }
+
+    #[test]
+    fn stores_wait_and_reach_the_file() {
+        let Some(fixture) = Fixture::new() else { return };
+        for folder in folders() {
+            fixture.chunk().map_again(&fixture.zone, CHUNK_BYTES, CHUNK_BYTES);
+            for at in [EARLY, LATE] {
+                word(&fixture.zone, at).store(5, Ordering::Relaxed);
+            }
+            let barrier = Arc::clone(&fixture.barrier);
+            let spill = SpillFile::create(folder.path(), 2 * CHUNK_BYTES, barrier).unwrap();
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+            let stores = fixture.store_after_copies(&spill);
+            fixture.take(&spill).unwrap();
+            stores.recv().unwrap().join().unwrap();
+            assert_eq!(fixture.values(), [6, 7]);
+            assert_eq!(value(&spill.file, CHUNK_BYTES + LATE), 7);
+            assert_eq!(value(&fixture.pool, IN_POOL + LATE), 5, "the pool was changed");
+            let others = (0..CHUNK_BYTES).step_by(8).filter(|at| ![EARLY, LATE].contains(at));
+            let is_5 = |at| word(&fixture.zone, at).load(Ordering::Relaxed) == 5;
+            assert!(others.into_iter().all(is_5));
+            let blocks = spill.file.metadata().unwrap().blocks();
+            fixture.zone.unmap(CHUNK_BYTES, CHUNK_BYTES).unwrap();
+            spill.release(CHUNK_BYTES, CHUNK_BYTES).unwrap();
+            assert_eq!(spill.file.metadata().unwrap().blocks(), blocks - CHUNK_BYTES / 512);
+        }
+    }
+
+    #[test]
+    fn store_is_lost_without_the_barrier() {
+        let Some(fixture) = Fixture::new() else { return };
+        let folder = TempDir::new_in("/dev/shm").unwrap();
+        let barrier = Arc::clone(&fixture.barrier);
+        let spill = SpillFile::create(folder.path(), 2 * CHUNK_BYTES, barrier).unwrap();
+        fixture.barrier.is_open.store(true, Ordering::Relaxed);
+        let stores = fixture.store_after_copies(&spill);
+        fixture.take(&spill).unwrap();
+        stores.recv().unwrap().join().unwrap();
+        assert_eq!(fixture.values(), [6, 5]);
+    }
+
+    #[test]
+    fn chunk_of_the_pool_remains_after_each_failure() {
+        let Some(fixture) = Fixture::new() else { return };
+        let sealed = |seals: SealFlags, len: u64| {
+            let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+            let file = File::from(memfd_create("spill", flags).unwrap());
+            file.set_len(len).unwrap();
+            fcntl_add_seals(&file, seals).unwrap();
+            SpillFile::new(file, Arc::clone(&fixture.barrier))
+        };
+        let full = sealed(SealFlags::GROW, CHUNK_BYTES);
+        assert!(matches!(fixture.take(&full), Err(MoveError::Allocate { .. })));
+        let unwritable = sealed(SealFlags::WRITE, 2 * CHUNK_BYTES);
+        assert!(matches!(fixture.take(&unwritable), Err(MoveError::Copy { .. })));
+        let spill = sealed(SealFlags::empty(), 2 * CHUNK_BYTES);
+        // The barrier fails, and the pool is mapped again.
+        fixture.zone.script([false, true]);
+        assert!(matches!(fixture.take(&spill), Err(MoveError::Map { .. })));
+        // The mapping of the file fails while a store waits.
+        fixture.zone.script([true, false, true]);
+        let stores = fixture.store_after_copies(&spill);
+        assert!(matches!(fixture.take(&spill), Err(MoveError::Map { .. })));
+        stores.recv().unwrap().join().unwrap();
+        assert_eq!(fixture.values(), [6, 7]);
+        assert_eq!([EARLY, LATE].map(|at| value(&fixture.pool, IN_POOL + at)), [6, 7]);
+    }
+
+    #[test]
+    fn unusable_folder_is_refused() {
+        let Some(barrier) = barrier() else { return };
+        let error = |path: &str| {
+            let error = SpillFile::create(Path::new(path), CHUNK_BYTES, Arc::clone(&barrier));
+            foreshore_types::chain(&error.unwrap_err())
+        };
+        for path in ["/nowhere/at/all", "/proc", "/dev/null"] {
+            let text = error(path);
+            assert!(text.starts_with("cannot create an unnamed file in this folder: "), "{text}");
+        }
+    }
+}
