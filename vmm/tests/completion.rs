@@ -210,7 +210,8 @@ fn zones_of_a_vm_are_completed() {
         serde_json::json!({
             "id": id, "tier": "dram", "guest_numa_node": 0, "boot_bytes": 0, "hotplug_bytes": 0,
             "requested_bytes": 0, "plugged_bytes": 0, "held_bytes": 0, "descriptor_bytes": 0,
-            "saved_descriptor_bytes": 0, "recallable_bytes": 0, "spilled_bytes": 0, "resident_bytes": 0,
+            "saved_descriptor_bytes": 0, "recallable_bytes": 0, "spilled_bytes": 0,
+            "spilled_file_bytes": 0, "spill_file_failures": 0, "resident_bytes": 0,
             "status": {"state": "reached"},
         })
     };

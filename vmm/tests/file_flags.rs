@@ -34,14 +34,15 @@ const FILE_BYTES: u64 = 4 * MIB;
 /// Table rows of other programs. They are tested in pmem-volume/pmvol/tests/file_flags.rs and
 /// balloon/foreshore-sim/tests/simulator.rs.
 const OTHER_PROGRAMS: [&str; 2] = ["`pmvol ", "`foreshore-sim "];
-/// Flags that only read their file, or that name a pool.
-const NOT_IN_THE_TABLE: [&str; 7] = [
+/// Flags that only read their file, or that name a pool or a folder.
+const NOT_IN_THE_TABLE: [&str; 8] = [
     "--landlock-rules path=",
     "--kernel",
     "--firmware",
     "--initramfs",
     "--rng src=",
     "--pm-memory pool=",
+    "--pm-memory spill_file=",
     "--pm-volume pool=",
 ];
 

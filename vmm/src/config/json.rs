@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn unknown_keys_are_refused_only_in_foreshore_sections() {
         let zone = json!({"pool": "/p", "size": 2 << 20, "hugepages": true});
-        let keys = "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth, storage_min, storage_low, storage_high, spill, plug_bandwidth";
+        let keys = "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth, storage_min, storage_low, storage_high, spill, spill_file, plug_bandwidth";
         let message = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
         assert_eq!(error(with(json!({ "pm_memory": zone }))), message);
         assert_eq!(error(with(json!({ "pm_memory": [zone] }))), message);

@@ -338,7 +338,7 @@ fn pm_zones(
             hotplugged_bytes: 0,
             plug_bytes_per_s: plug_bandwidth::bytes_per_s(Some(pm.plug_bandwidth)),
             spill_bytes: pm.spill,
-            spill_file: None,
+            spill_file: pm.spill_file.clone(),
         })
     };
     config.pm_memory.iter().enumerate().map(&mut place).collect()

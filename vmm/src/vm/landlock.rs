@@ -219,7 +219,9 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
-    use crate::config::{DeviceConfig, DiskConfig, MemoryZoneConfig, PmVolumeConfig, test_config};
+    use crate::config::{
+        DeviceConfig, DiskConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, test_config,
+    };
     use crate::vm::uses::use_of_device;
     use tempfile::TempDir;
 
@@ -267,6 +269,10 @@ mod tests {
         assert!(!rules.iter().any(|rule| rule.path == Path::new("/") || rule.path == path("")));
         let zone = format!("id=a,size=2M,file={}", folder.path().display());
         config.memory.zones = vec![MemoryZoneConfig::parse(&zone).unwrap()];
+        assert!(rules_of(&config, &[]).unwrap().contains(&rule(folder.path(), Access::ReadWrite)));
+        config.memory.zones.clear();
+        let spill = format!("pool=/p,size=2M,spill=2M,spill_file={}", folder.path().display());
+        config.pm_memory = vec![PmMemoryConfig::parse(&spill).unwrap()];
         assert!(rules_of(&config, &[]).unwrap().contains(&rule(folder.path(), Access::ReadWrite)));
         config.landlock_rules = vec![LandlockConfig::parse("path=/nonexistent,access=rw").unwrap()];
         let error = rules_of(&config, &[]).unwrap_err().to_string();

@@ -362,8 +362,12 @@ pub struct ZoneInfo {
     pub saved_descriptor_bytes: u64,
     /// Plugged PM above the floor and outside pinned zones, whatever the policy.
     pub recallable_bytes: u64,
-    /// Plugged PM that was moved from the pool to DRAM.
+    /// Plugged PM that was moved from the pool to DRAM or the spill file.
     pub spilled_bytes: u64,
+    /// Part of `spilled_bytes` in the spill file.
+    pub spilled_file_bytes: u64,
+    /// Failed moves to the spill file.
+    pub spill_file_failures: u64,
     /// Online memory according to the agent; `None` without an agent.
     pub online_bytes: Option<u64>,
     /// Host memory that backs the zone.

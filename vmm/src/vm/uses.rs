@@ -22,7 +22,7 @@ pub(super) struct Use {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Disk, pmem file or memory zone that the guest writes.
+    /// Disk, pmem file, memory zone or moved memory that the guest writes.
     Written,
     /// Disk, pmem file or memory zone that is only read.
     Read,
@@ -86,6 +86,8 @@ pub(super) fn uses_of_vm(config: &VmConfig) -> Vec<Use> {
     uses.extend(
         config.pm_memory.iter().map(|zone| Use::new("--pm-memory pool", &zone.pool, Kind::Pool)),
     );
+    let spills = config.pm_memory.iter().filter_map(|zone| zone.spill_file.as_deref());
+    uses.extend(spills.map(|folder| Use::new("--pm-memory spill_file", folder, Kind::Written)));
     uses.extend(config.pm_volumes.iter().map(use_of_volume));
     uses.extend(config.disks.iter().map(use_of_disk));
     uses.extend(config.pmem.iter().map(use_of_pmem));

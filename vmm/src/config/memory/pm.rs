@@ -61,7 +61,9 @@ section! {
         storage_high: u64 = STORAGE_HIGH_BYTES
             => "Free space for thin volumes at which the unplugging ends",
         spill: u64 = 0
-            => "Space of thin volumes that is lent as memory, and DRAM to which this memory is moved if volumes need it; 0 for none",
+            => "Space of thin volumes that is lent as memory, and DRAM or file space to which this memory is moved if volumes need it; 0 for none",
+        spill_file: Option<PathBuf>
+            => "Folder of an unnamed file to which memory is moved, instead of DRAM",
         plug_bandwidth: u64 = DEFAULT_PLUG_BANDWIDTH
             => "Upper limit of bytes per second plugged after an unplug; 0 for no limit",
     }
@@ -81,6 +83,10 @@ impl PmMemoryConfig {
     }
 
     fn check_spill(&self) -> Result<(), ConfigError> {
+        if self.spill_file.is_some() && self.spill == 0 {
+            let reason = "spill_file has no effect without spill".to_owned();
+            return Err(ConfigError::Conflict { flag: Self::FLAG, reason });
+        }
         if self.spill.is_multiple_of(UNIT_BYTES) && self.spill <= self.size {
             return Ok(());
         }
@@ -187,6 +193,7 @@ mod tests {
             storage_low: 64 << 20,
             storage_high: 128 << 20,
             spill: 0,
+            spill_file: None,
             plug_bandwidth: 1 << 30,
         };
         assert_eq!(pm, expected);
@@ -255,6 +262,12 @@ mod tests {
         };
         assert_eq!(error("pool=/p,size=4M,spill=6M"), expected(6 << 20));
         assert_eq!(error("pool=/p,size=4M,spill=3M"), expected(3 << 20));
+        let pm = PmMemoryConfig::parse("pool=/p,size=4M,spill=4M,spill_file=/disk").unwrap();
+        assert_eq!((pm.spill_file.as_deref(), pm.validate()), (Some("/disk".as_ref()), Ok(())));
+        assert_eq!(
+            error("pool=/p,size=4M,spill_file=/disk"),
+            "--pm-memory: spill_file has no effect without spill"
+        );
     }
 
     #[test]

@@ -13,12 +13,14 @@ pub(super) mod vcpus;
 pub(crate) mod zone_metrics;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use balloon::proto::descriptor_bytes;
 use foreshore_devices::device::{AttachedDevice, DeviceContext, DeviceList};
 use foreshore_devices::event_loop::EventLoop;
 use foreshore_devices::host_console::Port;
 use foreshore_devices::memory::Memory;
+use foreshore_devices::memory::backing::SpillStatistics;
 use foreshore_devices::memory::dimms::Dimms;
 use foreshore_devices::memory::zone::ZoneSpec;
 use foreshore_devices::metrics::Registration;
@@ -243,6 +245,10 @@ impl KvmMachine {
         let dimms = self.dimms_of(spec);
         let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
         let plugged_bytes = sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes);
+        let spill = self.memory.spill_of(spec);
+        let spilled = |counter: fn(&SpillStatistics) -> &AtomicU64| {
+            spill.map_or(0, |spill| counter(spill).load(Ordering::Relaxed))
+        };
         ZoneInfo {
             id: spec.id.clone(),
             tier: spec.tier.as_str().to_owned(),
@@ -257,10 +263,9 @@ impl KvmMachine {
                 spec.hotplug_bytes.saturating_sub(plugged_bytes),
             ),
             recallable_bytes,
-            spilled_bytes: self
-                .memory
-                .spill_of(spec)
-                .map_or(0, |spill| spill.bytes.load(Ordering::Relaxed)),
+            spilled_bytes: spilled(|spill| &spill.bytes),
+            spilled_file_bytes: spilled(|spill| &spill.file_bytes),
+            spill_file_failures: spilled(|spill| &spill.file_failures),
             online_bytes: online_bytes
                 .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
@@ -272,7 +277,6 @@ impl KvmMachine {
 
 #[cfg(test)]
 pub(in crate::vm) mod tests {
-    use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::{Duration, Instant};
 
     use foreshore_devices::device::testing::FakeMachine;

@@ -11,6 +11,10 @@ pub(crate) struct ZoneMetrics(pub Vec<ZoneInfo>);
 impl Expose for ZoneMetrics {
     fn expose(&self, out: &mut Exposition) {
         expose_sizes(out, &self.0);
+        let help = "Failed moves of PM to the spill file.";
+        let failures = Family("memory_spill_file_failures", help, None);
+        let failed = |zone: &ZoneInfo| (labels_of(zone), zone.spill_file_failures);
+        out.counters(failures, self.0.iter().map(failed));
         expose_statuses(out, &self.0);
         expose_drivers(out, &self.0);
     }
@@ -18,7 +22,7 @@ impl Expose for ZoneMetrics {
 
 fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
     type SizeOf = fn(&ZoneInfo) -> Option<u64>;
-    let sizes: [(&str, &str, SizeOf); 11] = [
+    let sizes: [(&str, &str, SizeOf); 12] = [
         ("memory_boot", "Memory of the zone at boot.", |zone| Some(zone.boot_bytes)),
         ("memory_hotplug", "Upper limit of the plugged size.", |zone| Some(zone.hotplug_bytes)),
         ("memory_requested", "Plugged size requested from the guest.", |zone| {
@@ -45,8 +49,11 @@ fn expose_sizes(out: &mut Exposition, zones: &[ZoneInfo]) {
             "Plugged PM that a guest can unplug, above the floor and outside pinned zones.",
             |zone| Some(zone.recallable_bytes),
         ),
-        ("memory_spilled", "Plugged PM that was moved from the pool to DRAM.", |zone| {
+        ("memory_spilled", "Plugged PM that was moved from the pool.", |zone| {
             Some(zone.spilled_bytes)
+        }),
+        ("memory_spilled_file", "Part of the moved PM in the spill file.", |zone| {
+            Some(zone.spilled_file_bytes)
         }),
         (
             "memory_online",
