@@ -14,8 +14,8 @@ use vm_memory::{
 
 use super::backing::resident::resident_bytes;
 use super::backing::{
-    Access, AccessBarrier, Backing, BackingError, DramBacking, DramError, DramSource, HostNode,
-    HostNodeError, MappingBudget, Reservation, SpillFile, SpillFileError, SpillPlan,
+    Access, AccessBarrier, Backing, BackingError, BarrierError, DramBacking, DramError, DramSource,
+    HostNode, HostNodeError, MappingBudget, Reservation, SpillFile, SpillFileError, SpillPlan,
     SpillPlanError, SpillStatistics, Spiller, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
@@ -101,8 +101,8 @@ pub enum MemoryError {
         #[source]
         source: SpillFileError,
     },
-    #[error("spill_file needs userfaultfd: {reason}; omit it to move memory to DRAM")]
-    Barrier { reason: String },
+    #[error(transparent)]
+    Barrier(#[from] BarrierError),
     #[error("cannot reserve or map {len} bytes of guest memory")]
     Map {
         len: u64,
@@ -436,7 +436,8 @@ fn spill_files(
     pm: Option<PmSource<'_>>,
 ) -> Result<Vec<Option<SpillFile>>, MemoryError> {
     let has_file = zones.iter().any(|zone| zone.spill_file.is_some());
-    let barrier = pm.filter(|_| has_file).map(|pm| barrier(pm.userfaults)).transpose()?;
+    let barrier = pm.filter(|_| has_file).map(|pm| AccessBarrier::new(pm.userfaults));
+    let barrier = barrier.transpose()?.map(Arc::new);
     let create = |zone: &ZoneSpec| {
         let (Some(path), Some(barrier)) = (&zone.spill_file, &barrier) else { return Ok(None) };
         let file = SpillFile::create(path, zone.hotplug_bytes, Arc::clone(barrier));
@@ -446,14 +447,6 @@ fn spill_files(
         })
     };
     zones.iter().map(create).collect()
-}
-
-fn barrier(userfaults: &UserfaultDevice) -> Result<Arc<AccessBarrier>, MemoryError> {
-    if let Some(reason) = userfaults.refusal() {
-        return Err(MemoryError::Barrier { reason });
-    }
-    let error = |err: io::Error| MemoryError::Barrier { reason: err.to_string() };
-    AccessBarrier::new(userfaults).map(Arc::new).map_err(error)
 }
 
 fn not_mapped(zone: &ZoneSpec, len: u64, err: BackingError) -> MemoryError {

@@ -14,6 +14,7 @@ use std::thread::JoinHandle;
 use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
+use thiserror::Error;
 
 use super::Reservation;
 use crate::log::rate_limited;
@@ -22,6 +23,19 @@ use crate::memory::holes::userfault::{
     UFFD_FEATURE_EVENT_REMAP, UFFDIO_REGISTER_MODE_MISSING, handshake, register, wake,
 };
 use crate::pool::CHUNK_BYTES;
+
+/// Reason why memory cannot be moved to files.
+#[derive(Debug, Error)]
+#[error("spill_file needs userfaultfd: {reason}; omit it to move memory to DRAM")]
+pub struct BarrierError {
+    reason: String,
+}
+
+impl From<io::Error> for BarrierError {
+    fn from(err: io::Error) -> Self {
+        Self { reason: err.to_string() }
+    }
+}
 
 /// Barrier for parts of one chunk.
 #[derive(Debug)]
@@ -37,7 +51,10 @@ pub struct AccessBarrier {
 }
 
 impl AccessBarrier {
-    pub fn new(device: &UserfaultDevice) -> io::Result<Self> {
+    pub fn new(device: &UserfaultDevice) -> Result<Self, BarrierError> {
+        if let Some(reason) = device.refusal() {
+            return Err(BarrierError { reason });
+        }
         let userfaults = Arc::new(device.context()?);
         // Without this feature, mremap() ends the registration (fs/userfaultfd.c,
         // mremap_userfaultfd_prep).
@@ -45,7 +62,7 @@ impl AccessBarrier {
         let empty = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
         empty.map_anonymous(0, CHUNK_BYTES)?;
         register(&userfaults, empty.addr(), CHUNK_BYTES, UFFDIO_REGISTER_MODE_MISSING)?;
-        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let end = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(io::Error::from)?);
         let (fds, name) = ([Arc::clone(&userfaults), Arc::clone(&end)], "_barrier");
         let thread = spawn_confined(ThreadKind::Memory, name, move || read_events(&fds))?;
         Ok(Self {
@@ -101,5 +118,17 @@ fn read_events([userfaults, end]: &[Arc<OwnedFd>; 2]) {
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
             Err(err) => rate_limited!(error, %err, "Cannot read events of moved memory"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_device_is_reported_with_the_way_around_it() {
+        let error = AccessBarrier::new(&UserfaultDevice::missing()).unwrap_err().to_string();
+        assert!(error.starts_with("spill_file needs userfaultfd: cannot open /dev/userfaultfd"));
+        assert!(error.ends_with("; omit it to move memory to DRAM"), "{error}");
     }
 }

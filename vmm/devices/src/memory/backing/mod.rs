@@ -20,7 +20,7 @@ use std::ops::Range;
 use foreshore_types::size::Size;
 use thiserror::Error;
 
-pub use access_barrier::AccessBarrier;
+pub use access_barrier::{AccessBarrier, BarrierError};
 pub use dram::DramBacking;
 #[cfg(test)]
 pub(crate) use host_node::tests::policy_at;
