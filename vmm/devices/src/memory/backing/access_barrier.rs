@@ -55,10 +55,17 @@ impl AccessBarrier {
         if let Some(reason) = device.refusal() {
             return Err(BarrierError { reason });
         }
-        let userfaults = Arc::new(device.context()?);
         // Without this feature, mremap() ends the registration (fs/userfaultfd.c,
         // mremap_userfaultfd_prep).
-        handshake(&userfaults, UFFD_FEATURE_EVENT_REMAP)?;
+        Self::with_features(device, UFFD_FEATURE_EVENT_REMAP)
+    }
+
+    pub(super) fn with_features(
+        device: &UserfaultDevice,
+        features: u64,
+    ) -> Result<Self, BarrierError> {
+        let userfaults = Arc::new(device.context()?);
+        handshake(&userfaults, features)?;
         let empty = Reservation::new(CHUNK_BYTES, CHUNK_BYTES)?;
         empty.map_anonymous(0, CHUNK_BYTES)?;
         register(&userfaults, empty.addr(), CHUNK_BYTES, UFFDIO_REGISTER_MODE_MISSING)?;

@@ -2,21 +2,23 @@
 //!
 //! A chunk is moved while the guest uses it:
 //! 1. Allocate space in the file. A full disk is found here.
-//! 2. Copy the chunk. Most waits for a slow disk are here.
+//! 2. Copy the chunk, and again what the guest changes meanwhile, until little remains. Most waits
+//!    for a slow disk are here.
 //! 3. Raise the barrier, at which all accesses to the chunk wait.
 //! 4. Copy the blocks that were stored since.
 //! 5. Map the file, and lower the barrier.
 //!
-//! After a failure, the chunk of the pool is mapped again. Chunks that are not in the file are
-//! moved to DRAM.
+//! After a failure, the chunk of the pool is mapped again, and the file has no space for it. Chunks
+//! that are not in the file are moved to DRAM.
 //!
 //! A thread that waits at the barrier may hold any lock except that of the address space, for
 //! example one of guest memory, KVM (SRCU), vhost or the guest. Steps 3 to 5 therefore take no
-//! lock, and only use the spill file and the pool's file. The kernel locks these files, but copies
-//! from or to no guest memory under their locks. No request in flight has pinned pages of the
-//! chunk, because disks use buffers, and the kernel copies for sockets and taps.
+//! other lock, and only use the spill file and the pool's file. The kernel locks these files, but
+//! copies from or to no guest memory under their locks. No request in flight has pinned pages of
+//! the chunk: disks use buffers of this process, vhost-net copies frames unless its module has
+//! another setting (`experimental_zcopytx`), and guests cannot be hypervisors.
 //!
-//! The file is page cache, which the kernel can write to a disk and reclaim, unlike copies in DRAM.
+//! On a disk, the file is page cache that the kernel can write and reclaim, unlike copies in DRAM.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -34,10 +36,16 @@ use tracing::error;
 use super::access_barrier::AccessBarrier;
 use super::source::punch_hole;
 use super::{Access, Reservation};
+use crate::log::rate_limited;
 use crate::pool::CHUNK_BYTES;
 
 /// Size of a block that is compared and copied. Divides a chunk.
 const BLOCK_BYTES: usize = 64 << 10;
+/// Maximum number of blocks that the last copy before the barrier may find changed. About as many
+/// are copied while accesses wait.
+const MAX_CHANGED_BLOCKS: usize = 4;
+/// Maximum number of copies before the barrier.
+const MAX_COPIES: usize = 4;
 
 /// Reason why a file is not usable.
 #[derive(Debug, Error)]
@@ -65,6 +73,11 @@ pub(super) enum MoveError {
         #[source]
         source: io::Error,
     },
+    #[error(
+        "the guest changed {changed} blocks at offset {offset:#x} during each of {MAX_COPIES} \
+         copies, more than {MAX_CHANGED_BLOCKS}"
+    )]
+    Busy { offset: u64, changed: usize },
     #[error("cannot map the file at offset {offset:#x}")]
     Map {
         offset: u64,
@@ -78,9 +91,12 @@ pub(super) enum MoveError {
 pub struct SpillFile {
     file: File,
     barrier: Arc<AccessBarrier>,
-    /// Called after each copy of a chunk.
+    /// Called after the copies before the barrier, and after the last copy.
     #[cfg(test)]
     after_copy: tests::Hooks,
+    /// Called after each copy before the barrier.
+    #[cfg(test)]
+    after_early_copy: tests::Hooks,
 }
 
 /// Part of a pool's file.
@@ -129,6 +145,8 @@ impl SpillFile {
             barrier,
             #[cfg(test)]
             after_copy: Default::default(),
+            #[cfg(test)]
+            after_early_copy: Default::default(),
         }
     }
 
@@ -149,10 +167,25 @@ impl SpillFile {
         offset: u64,
         from: PoolChunk<'_>,
     ) -> Result<(), MoveError> {
+        let moved = self.copy_and_replace(zone, offset, from);
+        if moved.is_err()
+            && let Err(err) = self.release(offset, CHUNK_BYTES)
+        {
+            rate_limited!(warn, %err, "Cannot remove unused space from the spill file");
+        }
+        moved
+    }
+
+    fn copy_and_replace(
+        &self,
+        zone: &Reservation,
+        offset: u64,
+        from: PoolChunk<'_>,
+    ) -> Result<(), MoveError> {
         let mut copier = Copier::new(self, from, offset);
         self.allocate(offset, CHUNK_BYTES)
             .map_err(|source| MoveError::Allocate { offset, source })?;
-        copier.copy()?;
+        self.copy_until_little_changes(&mut copier)?;
         #[cfg(test)]
         self.after_copy.call();
         let moved = self.replace(zone, offset, &mut copier);
@@ -161,6 +194,20 @@ impl SpillFile {
         }
         self.barrier.lower(zone, offset);
         moved
+    }
+
+    fn copy_until_little_changes(&self, copier: &mut Copier<'_>) -> Result<(), MoveError> {
+        copier.copy()?;
+        let mut changed = 0;
+        for _ in 1..MAX_COPIES {
+            #[cfg(test)]
+            self.after_early_copy.call();
+            changed = copier.copy()?;
+            if changed <= MAX_CHANGED_BLOCKS {
+                return Ok(());
+            }
+        }
+        Err(MoveError::Busy { offset: copier.offset, changed })
     }
 
     fn replace(
@@ -195,21 +242,26 @@ impl<'a> Copier<'a> {
         Self { from, to: &spill.file, offset, source: block(), target: block() }
     }
 
-    /// Copies the blocks that differ. Files report bad pages as errors, and mappings by signals.
-    fn copy(&mut self) -> Result<(), MoveError> {
-        (0..CHUNK_BYTES).step_by(BLOCK_BYTES).try_for_each(|at| {
+    /// Copies the blocks that differ, and returns their number. Files report bad pages as errors,
+    /// and mappings by signals.
+    fn copy(&mut self) -> Result<usize, MoveError> {
+        (0..CHUNK_BYTES).step_by(BLOCK_BYTES).try_fold(0, |changed, at| {
             let offset = self.offset + at;
-            self.copy_block(at).map_err(|source| MoveError::Copy { offset, source })
+            let differs =
+                self.copy_block(at).map_err(|source| MoveError::Copy { offset, source })?;
+            Ok(changed + usize::from(differs))
         })
     }
 
-    fn copy_block(&mut self, at: u64) -> io::Result<()> {
+    /// Returns true if the block differed.
+    fn copy_block(&mut self, at: u64) -> io::Result<bool> {
         read_exact(self.from.file, self.from.offset + at, &mut self.source)?;
         read_exact(self.to.as_fd(), self.offset + at, &mut self.target)?;
-        if self.source != self.target {
+        let differs = self.source != self.target;
+        if differs {
             self.to.write_all_at(&self.source, self.offset + at)?;
         }
-        Ok(())
+        Ok(differs)
     }
 }
 
@@ -261,9 +313,24 @@ pub(super) mod tests {
     }
 
     /// `None` if the user cannot open /dev/userfaultfd.
-    pub(in super::super) fn barrier() -> Option<Arc<AccessBarrier>> {
+    fn device() -> Option<UserfaultDevice> {
         let device = UserfaultDevice::default();
-        device.refusal().is_none().then(|| Arc::new(AccessBarrier::new(&device).unwrap()))
+        let refusal = device.refusal().inspect(|reason| eprintln!("skipped: {reason}"));
+        refusal.is_none().then_some(device)
+    }
+
+    /// `None` if the user cannot open /dev/userfaultfd.
+    pub(in super::super) fn barrier() -> Option<Arc<AccessBarrier>> {
+        device().map(|device| Arc::new(AccessBarrier::new(&device).unwrap()))
+    }
+
+    /// Returns a descriptor of the same file.
+    pub(in super::super) fn duplicate(spill: &SpillFile) -> File {
+        spill.file.try_clone().unwrap()
+    }
+
+    fn blocks(file: &File) -> u64 {
+        file.metadata().unwrap().blocks()
     }
 
     /// Zone with one chunk of a pool, whose words are 5.
@@ -372,24 +439,63 @@ pub(super) mod tests {
             let others = (0..CHUNK_BYTES).step_by(8).filter(|at| ![EARLY, LATE].contains(at));
             let is_5 = |at| word(&fixture.zone, at).load(Ordering::Relaxed) == 5;
             assert!(others.into_iter().all(is_5));
-            let blocks = spill.file.metadata().unwrap().blocks();
+            let before = blocks(&spill.file);
             fixture.zone.unmap(CHUNK_BYTES, CHUNK_BYTES).unwrap();
             spill.release(CHUNK_BYTES, CHUNK_BYTES).unwrap();
-            assert_eq!(spill.file.metadata().unwrap().blocks(), blocks - CHUNK_BYTES / 512);
+            assert_eq!(blocks(&spill.file), before - CHUNK_BYTES / 512);
         }
+    }
+
+    fn value_after_a_store_at(barrier: Arc<AccessBarrier>) -> [u64; 2] {
+        let fixture = Fixture::new().unwrap();
+        let folder = TempDir::new_in("/dev/shm").unwrap();
+        let spill = SpillFile::create(folder.path(), 2 * CHUNK_BYTES, barrier).unwrap();
+        let stores = fixture.store_after_copies(&spill);
+        fixture.take(&spill).unwrap();
+        stores.recv().unwrap().join().unwrap();
+        fixture.values()
     }
 
     #[test]
     fn store_is_lost_without_the_barrier() {
+        let Some(device) = device() else { return };
+        let barrier = || Arc::new(AccessBarrier::new(&device).unwrap());
+        assert_eq!(value_after_a_store_at(barrier()), [6, 7]);
+        let open = barrier();
+        open.is_open.store(true, Ordering::Relaxed);
+        assert_eq!(value_after_a_store_at(open), [6, 5]);
+        let unregistered = AccessBarrier::with_features(&device, 0).unwrap();
+        assert_eq!(value_after_a_store_at(Arc::new(unregistered)), [6, 5]);
+    }
+
+    #[test]
+    fn chunk_that_the_guest_keeps_changing_remains() {
         let Some(fixture) = Fixture::new() else { return };
         let folder = TempDir::new_in("/dev/shm").unwrap();
         let barrier = Arc::clone(&fixture.barrier);
         let spill = SpillFile::create(folder.path(), 2 * CHUNK_BYTES, barrier).unwrap();
-        fixture.barrier.is_open.store(true, Ordering::Relaxed);
-        let stores = fixture.store_after_copies(&spill);
+        let change = |blocks: usize, copies: usize| {
+            for _ in 0..copies {
+                let zone = Arc::clone(&fixture.zone);
+                let ends = (1..=blocks).map(|block| (block * BLOCK_BYTES - 8) as u64);
+                let change = move || {
+                    ends.for_each(|at| {
+                        word(&zone, at).fetch_add(1, Ordering::Relaxed);
+                    });
+                };
+                spill.after_early_copy.0.lock().push_back(Box::new(change));
+            }
+        };
+        change(MAX_CHANGED_BLOCKS + 1, MAX_COPIES - 1);
+        let (changed, before) = (MAX_CHANGED_BLOCKS + 1, blocks(&spill.file));
+        let err = fixture.take(&spill).unwrap_err();
+        assert!(matches!(err, MoveError::Busy { changed: n, .. } if n == changed), "{err}");
+        assert_eq!(blocks(&spill.file), before);
+        change(MAX_CHANGED_BLOCKS + 1, MAX_COPIES - 2);
         fixture.take(&spill).unwrap();
-        stores.recv().unwrap().join().unwrap();
-        assert_eq!(fixture.values(), [6, 5]);
+        let counts = [1, changed + 1].map(|block| (block * BLOCK_BYTES - 8) as u64);
+        let counts = counts.map(|at| word(&fixture.zone, at).load(Ordering::Relaxed));
+        assert_eq!(counts, [5 + (MAX_COPIES - 1 + MAX_COPIES - 2) as u64, 5]);
     }
 
     #[test]
@@ -407,6 +513,16 @@ pub(super) mod tests {
         let unwritable = sealed(SealFlags::WRITE, 2 * CHUNK_BYTES);
         assert!(matches!(fixture.take(&unwritable), Err(MoveError::Copy { .. })));
         let spill = sealed(SealFlags::empty(), 2 * CHUNK_BYTES);
+        // The last copy fails.
+        let (file, zone) = (duplicate(&spill), Arc::clone(&fixture.zone));
+        let seal = move || {
+            word(&zone, EARLY).store(8, Ordering::Relaxed);
+            fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
+        };
+        spill.after_copy.0.lock().push_back(Box::new(seal));
+        assert!(matches!(fixture.take(&spill), Err(MoveError::Copy { .. })));
+        assert_eq!([fixture.values()[0], value(&fixture.pool, IN_POOL + EARLY)], [8, 8]);
+        let spill = sealed(SealFlags::empty(), 2 * CHUNK_BYTES);
         // The barrier fails, and the pool is mapped again.
         fixture.zone.script([false, true]);
         assert!(matches!(fixture.take(&spill), Err(MoveError::Map { .. })));
@@ -417,6 +533,7 @@ pub(super) mod tests {
         stores.recv().unwrap().join().unwrap();
         assert_eq!(fixture.values(), [6, 7]);
         assert_eq!([EARLY, LATE].map(|at| value(&fixture.pool, IN_POOL + at)), [6, 7]);
+        assert_eq!(blocks(&spill.file), 0);
     }
 
     #[test]
