@@ -61,6 +61,8 @@ pub enum Load {
     Compaction,
     /// Memory has borrowed the space of the volume. Writes make the VMM move it.
     Spill,
+    /// As `Spill`, but the VMM moves memory to a file in the folder of the pool.
+    SpillFile,
     /// As `Spill`, but the guest gets the memory because Redis needs more than its DRAM. Redis uses
     /// the memory while the VMM moves it.
     Redis,
@@ -73,6 +75,7 @@ impl fmt::Display for Load {
             Self::Trim => "trim",
             Self::Compaction => "compaction",
             Self::Spill => "spill",
+            Self::SpillFile => "spill-file",
             Self::Redis => "redis",
         })
     }
@@ -91,14 +94,15 @@ impl FromStr for Load {
 }
 
 impl Load {
-    const ALL: [Self; 5] = [Self::Discard, Self::Trim, Self::Compaction, Self::Spill, Self::Redis];
+    const ALL: [Self; 6] =
+        [Self::Discard, Self::Trim, Self::Compaction, Self::Spill, Self::SpillFile, Self::Redis];
 
     /// Returns true if the VMM can move or release chunks of a volume with this interface.
     pub fn works_with(self, interface: Interface) -> bool {
         match self {
             Self::Discard | Self::Compaction => interface == Interface::VirtioBlk,
             Self::Trim => interface != Interface::VirtioBlk,
-            Self::Spill | Self::Redis => true,
+            Self::Spill | Self::SpillFile | Self::Redis => true,
         }
     }
 
@@ -106,7 +110,7 @@ impl Load {
     pub(super) fn sizes(self) -> [&'static str; 2] {
         match self {
             Self::Discard => ["144M", "48M"],
-            Self::Spill => ["144M", "64M"],
+            Self::Spill | Self::SpillFile => ["144M", "64M"],
             Self::Trim => ["144M", "96M"],
             Self::Compaction => ["176M", "60M"],
             Self::Redis => ["128M", "64M"],
@@ -118,7 +122,7 @@ impl Load {
         match self {
             Self::Discard | Self::Trim => 0,
             Self::Compaction => COMPACTION_ZONE_MIB,
-            Self::Spill => SPILL_ZONE_MIB,
+            Self::Spill | Self::SpillFile => SPILL_ZONE_MIB,
             Self::Redis => REDIS_ZONE_MIB,
         }
     }
@@ -134,6 +138,11 @@ impl Load {
             Self::Spill => {
                 builder.memory("size=384M").pm_memory(&zone("storage_high=8M,spill=120M"))
             }
+            Self::SpillFile => {
+                let folder = pool.path().parent().expect("an absolute path").display();
+                let options = format!("storage_high=8M,spill=120M,spill_file={folder}");
+                builder.memory("size=384M").pm_memory(&zone(&options))
+            }
             Self::Redis => builder
                 .image(Image::Workloads)
                 .cmdline("foreshore.zram=64M")
@@ -146,7 +155,7 @@ impl Load {
     pub(super) fn needs(self, module: &str) -> bool {
         match self {
             Self::Discard | Self::Trim => false,
-            Self::Compaction | Self::Spill => module == "virtio_mem",
+            Self::Compaction | Self::Spill | Self::SpillFile => module == "virtio_mem",
             Self::Redis => ["virtio_mem", "zram", "lzo-rle"].contains(&module),
         }
     }
@@ -161,7 +170,8 @@ impl Load {
     pub(super) fn delay(self, delay: Duration) -> Duration {
         match self {
             Self::Trim => delay * 10,
-            Self::Discard | Self::Compaction | Self::Spill | Self::Redis => delay,
+            Self::Discard | Self::Compaction => delay,
+            Self::Spill | Self::SpillFile | Self::Redis => delay,
         }
     }
 
@@ -170,14 +180,14 @@ impl Load {
     pub(super) fn prepare_volume(self, engine: &Engine<Volume>) -> Result<()> {
         let used = match self {
             Self::Trim => return Ok(()),
-            Self::Spill | Self::Redis => SPILLED_MIB,
+            Self::Spill | Self::SpillFile | Self::Redis => SPILLED_MIB,
             Self::Discard => FIRST_MIB,
             Self::Compaction => FIRST_MIB.start..SECOND_MIB.end,
         };
         engine.discard(sectors(&used))?;
         // Sectors of the writer are in chunks that the load has allocated.
         while engine.compact(&mut |_| true)? > 0 {}
-        if matches!(self, Self::Spill | Self::Redis) {
+        if matches!(self, Self::Spill | Self::SpillFile | Self::Redis) {
             return Ok(());
         }
         let mut bytes = vec![0; SECTOR_BYTES];
@@ -256,7 +266,7 @@ impl Load {
         guest.wait_until_run("the disk exists", limit, &format!("test -b {device}"))?;
         guest.run_within(limit, &self.preparation(device, area, is_first))?;
         match self {
-            Self::Spill => self.plug_memory(guest, limit),
+            Self::Spill | Self::SpillFile => self.plug_memory(guest, limit),
             Self::Redis => start_redis(guest, limit),
             Self::Discard | Self::Trim | Self::Compaction => Ok(()),
         }
@@ -294,7 +304,7 @@ impl Load {
                  done; sleep 1000"
             ),
             Self::Compaction => format!("while {}; do :; done", write(&SECOND_MIB)),
-            Self::Spill => format!("while {}; do :; done", write(&SPILLED_MIB)),
+            Self::Spill | Self::SpillFile => format!("while {}; do :; done", write(&SPILLED_MIB)),
             Self::Redis => {
                 let write = write(&SPILLED_MIB);
                 format!("while [ ! -e {REDIS_END} ] && {write}; do :; done; cat {REDIS_END} >&2")
@@ -328,6 +338,7 @@ impl Load {
             }
             Self::Compaction => ("foreshore_volume_compacted_bytes_total", ("volume", "data")),
             Self::Spill | Self::Redis => ("foreshore_memory_spilled_bytes", ("zone", "pm")),
+            Self::SpillFile => ("foreshore_memory_spilled_file_bytes", ("zone", "pm")),
         };
         Ok(guest.metric(metric, &[label])? as u64)
     }

@@ -30,7 +30,8 @@ const INTERFACES: [&str; 3] = ["nvdimm", "virtio-pmem", "virtio-blk"];
 /// Cloud flavors only, because the generic flavor uses the same drivers.
 const KERNELS: [&str; 2] = ["6.12", "6.1"];
 /// Kinds of volumes, and loads that make the VMM move or release chunks of a thin one.
-const VOLUMES: [&str; 7] = ["thick", "thin", "discard", "trim", "compaction", "spill", "redis"];
+const VOLUMES: [&str; 8] =
+    ["thick", "thin", "discard", "trim", "compaction", "spill", "spill-file", "redis"];
 const WORKLOADS: [&str; 5] = ["touch", "bfs", "redis", "sqlite", "compile"];
 const CONFIGS: &str = "psi,amf,dapper,pmb,memorage,fixed,swap-virtio-blk,swap-pmem,zram";
 /// Upper limit of `--rounds`. Time limits of this many rounds fit into 32 bits.
@@ -55,7 +56,7 @@ pub(crate) struct Arguments {
     kernel: Option<String>,
     /// Kill guests, and cut the power of hosts, with volumes of this kind, or with thin volumes
     /// under this load: discard, compaction (kills with virtio-blk), trim (kills with nvdimm,
-    /// virtio-pmem), spill, redis
+    /// virtio-pmem), spill, spill-file, redis
     #[arg(
         long, value_name = "KIND", default_value = "thin",
         value_parser = PossibleValuesParser::new(VOLUMES)

@@ -100,6 +100,7 @@ fn kills_during_spills_lose_nothing() -> Result<()> {
         (Load::Spill, Kernel::V6_1, Interface::Nvdimm, 1),
         (Load::Spill, Kernel::V6_12, Interface::VirtioBlk, 1),
         (Load::Spill, Kernel::V6_12, Interface::VirtioPmem, 1),
+        (Load::SpillFile, Kernel::V6_12, Interface::Nvdimm, 1),
     ])
 }
 
