@@ -522,6 +522,10 @@ impl Runner {
                 }
             }
             Ok(VcpuExit::Intr) => {}
+            // KVM may describe the access of an EFAULT (Documentation/virt/kvm/api.rst, 7.34).
+            Ok(VcpuExit::MemoryFault { .. }) => {
+                return self.handle_error(kvm_ioctls::Error::new(libc::EFAULT), ended_waits);
+            }
             Ok(VcpuExit::Shutdown) => {
                 return Next::Park(VcpuEvent::TripleFault { index: self.index, rip: self.rip() });
             }
