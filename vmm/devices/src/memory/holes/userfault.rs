@@ -1,8 +1,8 @@
 //! Faults of anonymous memory that this process handles (userfaultfd(2)).
 //!
-//! In holes, only stores fault. Loads find zeros, which the kernel provides itself. Faults of absent
-//! pages are not used there, because for them, KVM's asynchronous page faults request every page as
-//! writable, even if the guest only reads it (Linux virt/kvm/async_pf.c).
+//! In holes, only stores fault. Loads find zeros, which the kernel provides itself. Faults of
+//! absent pages are not used there, because for them, KVM's asynchronous page faults request every
+//! page as writable, even if the guest only reads it (Linux virt/kvm/async_pf.c).
 
 use std::fs::File;
 use std::io;
