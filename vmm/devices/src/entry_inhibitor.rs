@@ -69,7 +69,7 @@ impl EntryInhibitor {
     pub fn stop(&self) {
         let this = this_thread();
         for _ in 0..MAX_POLLS {
-            // Repeatedly, because a pause and a resume of the VM release the inhibitor.
+            // In each round, because a pause and a resume of the VM release the inhibitor.
             self.set();
             let mut are_out = true;
             for vcpu_state in
@@ -215,7 +215,7 @@ pub(crate) mod tests {
                 entering.send(()).unwrap();
                 let _ = nanosleep(&Timespec { tv_sec: 60, tv_nsec: 0 });
                 if runs == 1 {
-                    // As by a pause and a resume of the VM.
+                    // As a pause and a resume of the VM do.
                     of_vcpu.release();
                 }
                 of_vcpu.leave(0);

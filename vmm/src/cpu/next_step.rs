@@ -7,7 +7,8 @@ use super::run::VcpuEvent;
 /// Next step of the vCPU thread.
 pub(super) enum Next {
     Again,
-    /// The vCPU stores to a thin volume that lacks space, and repeats this after a short time.
+    /// The vCPU stores to a thin volume whose pool lacks space, and repeats the store after a short
+    /// time.
     Wait,
     /// The vCPU cannot continue, and waits until it is stopped.
     Park(VcpuEvent),

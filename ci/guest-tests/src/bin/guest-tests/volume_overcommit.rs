@@ -83,7 +83,7 @@ fn reboot_while_the_store_waits(guest: &Guest) -> Result<()> {
     })
 }
 
-/// The end of a machine ends the wait, although no pool has space.
+/// The end of a machine ends the wait, although the pool has no space.
 fn vm_with_a_store_without_space_restarts_and_ends() -> Result<()> {
     need_root(USERFAULTS)?;
     let pool = Pool::create("192M")?;
@@ -119,9 +119,9 @@ const STORED_CHUNKS: u32 = 24;
 /// Word in the first stored chunk. The others have the following words.
 const FIRST_WORD: u32 = 0x5a17_0000;
 
-// PVH enters the code in 32-bit protected mode, with interrupts disabled. It maps the NVDIMM, which
-// is at 4 GiB, after 2 MiB of memory, stores a word into each of its chunks, checks all words and
-// powers off. Its addresses are relative to 0x101000.
+// PVH enters the code in 32-bit protected mode, with interrupts disabled. The code maps the first
+// 2 MiB of memory, and then the NVDIMM, which is at 4 GiB. It stores a word into each of the
+// NVDIMM's chunks, checks all words and powers off. Its addresses are relative to 0x101000.
 std::arch::global_asm!(
     r#"
     .pushsection .rodata.storing_firmware, "a"

@@ -452,7 +452,7 @@ pub(crate) fn write_beyond_the_pool(
 }
 
 pub(crate) fn wait_until_paused(guest: &Guest) -> Result<()> {
-    // Each write by virtio-pmem takes four exits.
+    // Twice the usual limit, because each write by virtio-pmem takes four exits.
     guest.wait_until("the VM is paused because the pool is full", 2 * IO_LIMIT, || {
         let info = guest.get("vm.info")?;
         let reason = info["pause_reason"].as_str().unwrap_or_default();

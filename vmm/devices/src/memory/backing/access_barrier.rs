@@ -1,10 +1,10 @@
-//! Barrier at which all accesses to a part of guest memory wait, while its content is moved.
+//! Barrier at which all accesses to a part of guest memory wait while its content is moved.
 //!
 //! The part is replaced by empty memory whose faults userfaultfd(2) reports. vCPUs, devices and the
-//! kernel wait there until other memory has its place. The empty memory must be registered before
-//! an access can reach it, so it is registered elsewhere and moved over the part. mremap(2) does
-//! both under the lock of the address space: it removes the pages of the part, also from KVM's
-//! tables, and moves the registration (Linux mm/mremap.c, `mremap_to`).
+//! kernel wait there until other memory takes its place. The empty memory must be registered before
+//! an access can reach it, so it is registered elsewhere and moved over the part. Under the lock of
+//! the address space, mremap(2) removes the pages of the part, also from KVM's page tables, and
+//! moves the registration (Linux mm/mremap.c, `mremap_to`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -37,7 +37,7 @@ impl From<io::Error> for BarrierError {
     }
 }
 
-/// Barrier for parts of one chunk.
+/// Barrier for one chunk of guest memory at a time.
 #[derive(Debug)]
 pub struct AccessBarrier {
     userfaults: Arc<OwnedFd>,
@@ -82,7 +82,7 @@ impl AccessBarrier {
         })
     }
 
-    /// Replaces the chunk at `offset` by the barrier. After an error, nothing may be mapped there.
+    /// Replaces the chunk at `offset` by the barrier. An error may leave the chunk unmapped.
     pub(super) fn raise(&self, zone: &Reservation, offset: u64) -> io::Result<()> {
         #[cfg(test)]
         if self.is_open.load(std::sync::atomic::Ordering::Relaxed) {
@@ -91,8 +91,8 @@ impl AccessBarrier {
         zone.replace_by(offset, &self.empty)
     }
 
-    /// Repeats the accesses that wait for the chunk at `offset`, in whose place other memory is
-    /// mapped.
+    /// Repeats the accesses that wait for the chunk at `offset`. Other memory must be mapped in its
+    /// place.
     pub(super) fn lower(&self, zone: &Reservation, offset: u64) {
         if let Err(err) = wake(&self.userfaults, zone.addr() + offset, CHUNK_BYTES) {
             rate_limited!(error, %err, "Cannot wake accesses to moved memory");
@@ -109,9 +109,9 @@ impl Drop for AccessBarrier {
     }
 }
 
-/// Reads events until the end. The thread that raises the barrier waits until its event was read
-/// (fs/userfaultfd.c, userfaultfd_event_wait_completion), so it cannot be this thread. Reports of
-/// faults need no answer.
+/// Reads events until the barrier is dropped. The thread that raises the barrier waits until the
+/// event is read (fs/userfaultfd.c, userfaultfd_event_wait_completion), so another thread must read
+/// it. Reports of faults need no answer.
 fn read_events([userfaults, end]: &[Arc<OwnedFd>; 2]) {
     let mut events = [0; 1024];
     loop {

@@ -191,8 +191,8 @@ impl Reservation {
         self.remap(offset, len, libc::PROT_NONE, ANON, None)
     }
 
-    /// Replaces the mapping at `offset` by that of `from`, which is anonymous and empty, with its
-    /// registration for faults. `from` remains mapped.
+    /// Replaces the mapping at `offset` by that of `from`, including its registration with
+    /// userfaultfd. `from` must be anonymous and empty, and remains mapped.
     pub(super) fn replace_by(&self, offset: u64, from: &Reservation) -> io::Result<()> {
         let addr = self.checked(offset, from.len_bytes());
         #[cfg(test)]

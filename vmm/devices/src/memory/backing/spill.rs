@@ -1,7 +1,7 @@
 //! Moves lent memory from a pool if a volume needs chunks that the guest does not unplug.
 //!
 //! Memory is moved while the guest uses it, without a pause ([`PmBacking::spill`]), to a file
-//! ([`super::spill_file`]) or to DRAM. To DRAM:
+//! ([`super::spill_file`]) or to DRAM. A move to DRAM has these steps:
 //! 1. Map the same part of the pool's file again, privately. Stores no longer reach the chunk. A
 //!    page is copied to DRAM by the first store to it.
 //! 2. Copy the remaining pages (MADV_POPULATE_WRITE).
@@ -14,7 +14,7 @@
 //! unmap_mapping_pages with `even_cows` unset). Only MADV_DONTNEED would remove them, but the
 //! virtio balloon refuses pages of PM.
 //!
-//! Moved memory remains there until the guest unplugs it.
+//! Moved memory remains in DRAM or in the file until the guest unplugs it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -60,8 +60,8 @@ pub(super) enum SpillError {
     },
 }
 
-/// Bytes of moved memory that the zones of a VM may have. The pool lends promised bytes only up to
-/// the unused part of this limit, so that all of them can be returned.
+/// Limit of the moved memory of all zones of a VM. The pool lends promised bytes only up to the
+/// unused part of this limit, so that all of them can be returned.
 struct SpillBudget {
     pool: Arc<dyn PmPool>,
     dram: HostDram,
@@ -416,7 +416,7 @@ mod tests {
         let Some(spill) = spill_file() else { return };
         let file = duplicate(&spill);
         let Some(mut fixture) = fixture_on(HostDram::new(), Some(spill)) else { return };
-        // So few blocks of a chunk change that each chunk can be moved.
+        // Only few blocks of each chunk change, so each chunk can be moved.
         content_stays(&fixture, CHUNK_BYTES / 4);
         assert_eq!(fixture.file_bytes(), LIMIT);
         let failures = &fixture.statistics.file_failures;
@@ -458,7 +458,8 @@ mod tests {
         assert_eq!([fixture.moved_bytes(), fixture.file_bytes()], [0, 0]);
     }
 
-    /// Increments a word every `distance` bytes while memory is moved, as a vCPU does.
+    /// Increments a word every `distance` bytes while memory is moved, as a vCPU does. Then checks
+    /// all words.
     fn content_stays(fixture: &Fixture, distance: u64) {
         let words = || (0..POOL - VOLUME + LIMIT).step_by(4096);
         words().for_each(|at| fixture.word(at).store(at, Ordering::Relaxed));
@@ -490,7 +491,8 @@ mod tests {
         }
     }
 
-    /// The test above relies on this: without the copies, erasure shows in the guest.
+    /// `content_stays_while_volumes_take_the_chunks` relies on this: without the copies, the guest
+    /// sees the erasure.
     #[test]
     fn pages_that_were_not_copied_are_lost_with_the_chunk() {
         let Some(fixture) = fixture() else { return };

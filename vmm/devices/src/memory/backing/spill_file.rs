@@ -1,24 +1,29 @@
 //! File to which memory of a pool is moved (`spill_file=`), at the same offset as in the zone.
 //!
 //! A chunk is moved while the guest uses it:
-//! 1. Allocate space in the file. A full disk is found here.
-//! 2. Copy the chunk, and again what the guest changes meanwhile, until little remains. Most waits
-//!    for a slow disk are here.
+//! 1. Allocate space in the file. A full disk is detected here.
+//! 2. Copy the chunk. Then copy the blocks that the guest has changed meanwhile, until few of them
+//!    remain. Most waits for a slow disk occur here.
 //! 3. Raise the barrier, at which all accesses to the chunk wait.
-//! 4. Copy the blocks that were stored since.
+//! 4. Copy the blocks that were changed since.
 //! 5. Map the file, and lower the barrier.
 //!
-//! After a failure, the chunk of the pool is mapped again, and the file has no space for it. Chunks
-//! that are not in the file are moved to DRAM.
+//! After a failure, the chunk of the pool is mapped again, and its space in the file is released.
+//! Chunks that cannot be moved to the file are moved to DRAM.
 //!
 //! A thread that waits at the barrier may hold any lock except that of the address space, for
 //! example one of guest memory, KVM (SRCU), vhost or the guest. Steps 3 to 5 therefore take no
 //! other lock, and only use the spill file and the pool's file. The kernel locks these files, but
-//! copies from or to no guest memory under their locks. No request in flight has pinned pages of
-//! the chunk: disks use buffers of this process, vhost-net copies frames unless its module has
-//! another setting (`experimental_zcopytx`), and guests cannot be hypervisors.
+//! does not access guest memory under their locks.
 //!
-//! On a disk, the file is page cache that the kernel can write and reclaim, unlike copies in DRAM.
+//! No request in flight has pinned pages of the chunk: disks use buffers of this process, and
+//! vhost-net copies frames unless its module has another setting (`experimental_zcopytx`). For a
+//! guest that is a hypervisor (`nested=on`), KVM pins pages such as the virtual-APIC pages of its
+//! vCPUs (Linux arch/x86/kvm/vmx/nested.c, nested_get_vmcs12_pages). Linux allocates these pages as
+//! kernel memory, which is not in PM that is online as movable.
+//!
+//! On a disk, the file is page cache that the kernel can write back and reclaim, unlike copies in
+//! DRAM.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -47,7 +52,7 @@ const MAX_CHANGED_BLOCKS: usize = 4;
 /// Maximum number of copies before the barrier.
 const MAX_COPIES: usize = 4;
 
-/// Reason why a file is not usable.
+/// Reason why a folder cannot be used for the file.
 #[derive(Debug, Error)]
 pub enum SpillFileError {
     #[error("cannot create an unnamed file in this folder")]
@@ -74,8 +79,8 @@ pub(super) enum MoveError {
         source: io::Error,
     },
     #[error(
-        "the guest changed {changed} blocks at offset {offset:#x} during each of {MAX_COPIES} \
-         copies, more than {MAX_CHANGED_BLOCKS}"
+        "the last of {MAX_COPIES} copies of the chunk at offset {offset:#x} found {changed} blocks \
+         that the guest has changed, more than {MAX_CHANGED_BLOCKS}"
     )]
     Busy { offset: u64, changed: usize },
     #[error("cannot map the file at offset {offset:#x}")]
@@ -226,7 +231,7 @@ impl SpillFile {
     }
 }
 
-/// Copies a chunk, and has allocated all it needs for that.
+/// Copies a chunk. All buffers are allocated before the barrier is raised.
 struct Copier<'a> {
     from: PoolChunk<'a>,
     to: &'a File,
@@ -242,8 +247,8 @@ impl<'a> Copier<'a> {
         Self { from, to: &spill.file, offset, source: block(), target: block() }
     }
 
-    /// Copies the blocks that differ, and returns their number. Files report bad pages as errors,
-    /// and mappings by signals.
+    /// Copies the blocks that differ, and returns their number. Reads files instead of mappings,
+    /// because a bad page is then an error instead of a signal.
     fn copy(&mut self) -> Result<usize, MoveError> {
         (0..CHUNK_BYTES).step_by(BLOCK_BYTES).try_fold(0, |changed, at| {
             let offset = self.offset + at;
@@ -366,8 +371,8 @@ pub(super) mod tests {
             spill.take(&self.zone, CHUNK_BYTES, self.chunk())
         }
 
-        /// Stores 6 to word `EARLY` after the first copy of the chunk, and 7 to word `LATE` after
-        /// the second, by a thread that is returned.
+        /// Stores 6 to word `EARLY` after the copies before the barrier, and 7 to word `LATE` after
+        /// the last copy, by a thread that is returned.
         fn store_after_copies(&self, spill: &SpillFile) -> mpsc::Receiver<JoinHandle<()>> {
             let (sender, stores) = mpsc::channel();
             let (early, late) = (Arc::clone(&self.zone), Arc::clone(&self.zone));

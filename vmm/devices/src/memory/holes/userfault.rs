@@ -148,7 +148,7 @@ pub(in crate::memory) fn handshake(fd: &OwnedFd, features: u64) -> io::Result<()
     unsafe { ioctl(fd, UFFDIO_API, &mut api) }
 }
 
-/// Reports faults of a range of anonymous memory.
+/// Registers a range of anonymous memory, whose faults the context then reports.
 pub(in crate::memory) fn register(fd: &OwnedFd, start: u64, len: u64, mode: u64) -> io::Result<()> {
     let mut register = Register { range: AddressRange { start, len }, mode, ioctls: 0 };
     // SAFETY: the request takes this structure. It changes no content of memory.
