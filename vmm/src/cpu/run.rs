@@ -522,7 +522,7 @@ impl Runner {
                 }
             }
             Ok(VcpuExit::Intr) => {}
-            // KVM may describe the access of an EFAULT (Documentation/virt/kvm/api.rst, 7.34).
+            // KVM may describe the access of an EFAULT (KVM_CAP_MEMORY_FAULT_INFO).
             Ok(VcpuExit::MemoryFault { .. }) => {
                 return self.handle_error(kvm_ioctls::Error::new(libc::EFAULT), ended_waits);
             }
