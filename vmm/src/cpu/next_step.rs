@@ -7,8 +7,7 @@ use super::run::VcpuEvent;
 /// Next step of the vCPU thread.
 pub(super) enum Next {
     Again,
-    /// The vCPU stores to a thin volume whose pool lacks space, and repeats the store after a short
-    /// time.
+    /// The vCPU's store found no space, and is repeated after a short time.
     Wait,
     /// The vCPU cannot continue, and waits until it is stopped.
     Park(VcpuEvent),
@@ -19,7 +18,7 @@ pub(super) fn next_after(
     errno: i32,
     index: u8,
     memory_is_lost: impl FnOnce() -> bool,
-    lacks_space: impl FnOnce() -> bool,
+    lacked_space: bool,
     rip: impl FnOnce() -> u64,
 ) -> Next {
     match errno {
@@ -27,7 +26,7 @@ pub(super) fn next_after(
         // The accessed memory has been lost. The inhibitor is set, so this vCPU cannot enter the
         // guest again.
         libc::EFAULT if memory_is_lost() => Next::Again,
-        libc::EFAULT if lacks_space() => Next::Wait,
+        libc::EFAULT if lacked_space => Next::Wait,
         libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
         errno => {
             let what = io::Error::from_raw_os_error(errno).to_string();
@@ -42,7 +41,7 @@ mod tests {
 
     #[test]
     fn unplugged_access_parks_vcpu_unless_memory_or_space_is_missing() {
-        let after = |errno, lost, full| match next_after(errno, 1, || lost, || full, || 0xabc) {
+        let after = |errno, lost, full| match next_after(errno, 1, || lost, full, || 0xabc) {
             Next::Again => "again".to_owned(),
             Next::Wait => "wait".to_owned(),
             Next::Park(event) => event.to_string(),

@@ -17,7 +17,7 @@ use foreshore_confinement::thread::{ThreadKind, spawn_confined};
 use foreshore_devices::bus::Bus;
 use foreshore_devices::entry_inhibitor::{self, EntryInhibitor};
 use foreshore_devices::log::rate_limited;
-use foreshore_devices::memory::holes::{EndedWaits, StoreWaits};
+use foreshore_devices::memory::holes::StoreWaits;
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, kvm_run};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
@@ -475,8 +475,7 @@ impl Runner {
             return Next::Again;
         }
         let run: *const kvm_run = self.fd.get_kvm_run();
-        let ended_waits = self.store_waits.ended();
-        let exit = self.fd.run();
+        let (exit, lacked_space) = self.store_waits.attempt(|| self.fd.run());
         inhibitor.leave(self.index);
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
@@ -533,14 +532,13 @@ impl Runner {
                 let what = format!("unexpected exit {exit:?}");
                 return Next::Park(VcpuEvent::Failed { index: self.index, what });
             }
-            Err(err) => return self.handle_error(err, ended_waits),
+            Err(err) => return self.handle_error(err, lacked_space),
         }
         Next::Again
     }
 
-    fn handle_error(&mut self, err: kvm_ioctls::Error, ended_waits: EndedWaits) -> Next {
-        let lacks_space = || self.store_waits.explain(ended_waits);
-        next_after(err.errno(), self.index, &*self.memory_is_lost, lacks_space, || self.rip())
+    fn handle_error(&mut self, err: kvm_ioctls::Error, lacked_space: bool) -> Next {
+        next_after(err.errno(), self.index, &*self.memory_is_lost, lacked_space, || self.rip())
     }
 
     fn rip(&self) -> u64 {

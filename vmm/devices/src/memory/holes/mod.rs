@@ -32,7 +32,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 pub use self::chunk_access::ChunkAccess;
 use self::chunk_access::{Orders, Withdrawn};
 use self::stock::{Step, Stock, Taken};
-pub use self::store_waits::{EndedWaits, StoreWaits};
+pub use self::store_waits::StoreWaits;
 pub use self::userfault::{UserfaultDevice, Userfaults};
 use super::backing::{Access, Reservation};
 use crate::log::rate_limited;
@@ -391,19 +391,20 @@ impl Server {
         if store.retry_at.replace(Instant::now() + RETRY_INTERVAL).is_none() {
             self.source.metrics.full_writes.fetch_add(1, Ordering::Relaxed);
             self.source.metrics.waiting.fetch_add(1, Ordering::SeqCst);
-            self.source.waits.begin();
-            let offset = u64::from(store.index) * CHUNK_BYTES;
-            #[cfg(test)]
-            if self.stocked.state.lock().ignores_full {
-                self.reservation.map_anonymous(offset, CHUNK_BYTES)?;
-                self.wake(store.index);
-                return Ok(());
-            }
-            self.reservation.allow_stores(offset, CHUNK_BYTES, false)?;
+            self.source.waits.begin(|| self.forbid_stores(store.index))?;
             self.wake(store.index);
         }
         self.report_full();
         Ok(())
+    }
+
+    fn forbid_stores(&self, index: u32) -> io::Result<()> {
+        let offset = u64::from(index) * CHUNK_BYTES;
+        #[cfg(test)]
+        if self.stocked.state.lock().ignores_full {
+            return self.reservation.map_anonymous(offset, CHUNK_BYTES);
+        }
+        self.reservation.allow_stores(offset, CHUNK_BYTES, false)
     }
 
     fn end_wait(&self) {

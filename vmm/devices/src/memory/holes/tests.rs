@@ -190,7 +190,7 @@ impl Rig {
     /// Stores a word as a vCPU does, which waits in user space while the pool is full.
     fn vcpu(&self, offset: u64, word: u64) -> std::thread::JoinHandle<()> {
         let (at, waits) = (self.reservation.addr() + offset, Arc::clone(&self.waits));
-        std::thread::spawn(move || store_as_vcpu(at, word, &waits, |_| true))
+        std::thread::spawn(move || store_as_vcpu(at, word, &waits, || true))
     }
 
     fn store_as_vcpu(&self, offset: u64, word: u64) {
@@ -244,20 +244,21 @@ fn store_as_vcpu(
     address: u64,
     word: u64,
     waits: &StoreWaits,
-    mut may_repeat: impl FnMut(EndedWaits) -> bool,
+    mut may_repeat: impl FnMut() -> bool,
 ) {
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&word.to_ne_bytes(), 0).unwrap();
     loop {
-        let before = waits.ended();
-        // SAFETY: the kernel writes to a mapped word, to which no reference points.
-        let stored = unsafe { libc::pread(file.as_raw_fd(), address as *mut _, 8, 0) };
+        let (stored, lacked_space) = waits.attempt(|| {
+            // SAFETY: the kernel writes to a mapped word, to which no reference points.
+            unsafe { libc::pread(file.as_raw_fd(), address as *mut _, 8, 0) }
+        });
         if stored == 8 {
             return;
         }
         assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
-        assert!(waits.explain(before), "nothing explains the failure");
-        if !may_repeat(before) {
+        assert!(lacked_space, "nothing explains the failure");
+        if !may_repeat() {
             return;
         }
         waits.wait();
@@ -398,11 +399,11 @@ fn store_that_no_vcpu_repeats_is_forgotten_after_a_resume() {
             std::thread::yield_now();
         }
     };
-    store_as_vcpu(at, 7, &rig.waits, |_| false);
+    store_as_vcpu(at, 7, &rig.waits, || false);
     wait_for(1);
     rig.waits.vcpus_will_run();
     wait_for(0);
-    assert_eq!((rig.waits.explain(rig.waits.ended()), rig.allocated_chunks()), (false, 0));
+    assert_eq!((rig.waits.attempt(|| ()).1, rig.allocated_chunks()), (false, 0));
     // Another store there waits again, and reaches the pool.
     let waiting = rig.vcpu(CHUNK_BYTES, 8);
     wait_for(1);
@@ -417,10 +418,10 @@ fn store_that_waits_does_not_outlive_the_volume() {
         return;
     }
     let mut rig = Rig::overcommitted(0, 0);
-    store_as_vcpu(rig.reservation.addr(), 7, &rig.waits, |_| false);
-    assert!(rig.waits.explain(rig.waits.ended()));
+    store_as_vcpu(rig.reservation.addr(), 7, &rig.waits, || false);
+    assert!(rig.waits.attempt(|| ()).1);
     rig.filler = None;
-    assert!(!rig.waits.explain(rig.waits.ended()));
+    assert!(!rig.waits.attempt(|| ()).1);
 }
 
 #[test]
