@@ -287,7 +287,7 @@ impl Mapped {
             volume: Arc::clone(&volume),
             metrics: Arc::clone(&metrics),
             on_full: Box::new(|| panic!("the pool has space for the volume")),
-            on_failure: Box::new(|reason| panic!("{reason}")),
+            on_failure: Arc::new(|reason| panic!("{reason}")),
             waits: Arc::default(),
         };
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; scale.chunks as usize]);

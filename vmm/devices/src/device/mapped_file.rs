@@ -1,9 +1,11 @@
 //! Files that are mapped into guest memory.
 
+use std::sync::Arc;
+
 use rustix::fs::fstat;
 
 use super::{DeviceContext, SetupResult};
-use crate::memory::holes::ChunkAccess;
+use crate::memory::holes::{ChunkAccess, EmulatedStores};
 use crate::memory::layout::GuestRange;
 use crate::memory::lost_memory::{RangeSource, WatchedRange};
 use crate::memory::{FileMapping, MappedRange, Memory};
@@ -33,7 +35,12 @@ impl MappedFile {
             // cannot be truncated.
             Some(_) => fstat(file)?.st_size as u64,
         };
-        let range = memory.add_file_range(mapping)?;
+        let emulated_stores = mapping.holes.as_ref().map(EmulatedStores::new);
+        let mut range = memory.add_file_range(mapping)?;
+        if let Some(device) = emulated_stores {
+            let GuestRange { start, len } = range.guest;
+            range.hold_emulated_stores(context.mmio.attach(start, len, Arc::new(device))?);
+        }
         let _watched = context.lost.watch_mapped(source, &range.reservation, file, end)?;
         Ok(Self { _watched, range })
     }

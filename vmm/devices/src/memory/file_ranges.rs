@@ -15,6 +15,7 @@ use super::holes::{ChunkAccess, HoleFiller, HoleSource};
 use super::layout::GuestRange;
 use super::slots::Slots;
 use super::view::GuestView;
+use crate::bus::BusRange;
 use crate::log::rate_limited;
 use crate::pool::CHUNK_BYTES;
 
@@ -119,7 +120,8 @@ impl FileRanges {
             Ok(slot) => {
                 self.bytes.fetch_add(guest.len, Ordering::Relaxed);
                 let files = Arc::clone(self);
-                Ok(MappedRange { guest, reservation, slot, files, holes, held })
+                let emulated_stores = None;
+                Ok(MappedRange { guest, reservation, slot, emulated_stores, files, holes, held })
             }
             Err(err) => {
                 if holes.is_none() {
@@ -184,6 +186,8 @@ pub struct MappedRange {
     /// Host-virtual addresses.
     pub reservation: Arc<Reservation>,
     slot: u32,
+    /// Receives stores that fail, as long as the guest can access the range.
+    emulated_stores: Option<BusRange>,
     files: Arc<FileRanges>,
     /// Dropped last, because stores of the guest and devices wait for it until the range is
     /// removed.
@@ -196,20 +200,27 @@ impl MappedRange {
     pub fn chunk_access(&self) -> Option<ChunkAccess> {
         self.holes.as_ref().map(HoleFiller::chunk_access)
     }
+
+    /// Holds the device that receives stores of emulated instructions.
+    pub(crate) fn hold_emulated_stores(&mut self, device: BusRange) {
+        self.emulated_stores = Some(device);
+    }
 }
 
 impl Drop for MappedRange {
     fn drop(&mut self) {
-        let Self { guest, reservation, slot, files, holes, held } = self;
+        let Self { guest, reservation, slot, emulated_stores, files, holes, held } = self;
         // 1. Remove the file from the guest, 2. remove it from devices, 3. free its addresses for
         //    the next file.
         if let Err(err) = files.slots.remove(*slot) {
             let (start, len) = (guest.start, guest.len);
             rate_limited!(error, start, len, %err, "Cannot remove a file from guest memory; it stays mapped");
             // The guest can still store into holes.
-            std::mem::forget((holes.take(), held.take()));
+            std::mem::forget((emulated_stores.take(), holes.take(), held.take()));
             return;
         }
+        // Stores to a removed range do not concern the volume.
+        *emulated_stores = None;
         if holes.is_none() {
             files.remove_region(*guest, reservation);
         }

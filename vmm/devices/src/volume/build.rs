@@ -13,17 +13,17 @@ use super::interface::Chosen;
 use super::mapped_thin::MappedThinVolume;
 use super::metrics::{VolumeCounters, VolumeMetrics};
 use super::pmem_config::PmemConfig;
-use crate::bus::{BusDevice, BusRange};
+use crate::bus::BusRange;
 use crate::device::{AttachedDevice, DeviceContext, MappedFile, SetupResult};
 use crate::disk::BlockDevice;
 use crate::events::Event;
 use crate::log::rate_limited;
 use crate::memory::backing::Access;
 use crate::memory::holes::{HoleMetrics, HoleSource};
-use crate::memory::layout::{FLUSH_HINT_LEN, GuestRange};
+use crate::memory::layout::FLUSH_HINT_LEN;
 use crate::memory::{FileMapping, Memory};
 use crate::metrics::Registration;
-use crate::nvdimm::{FlushHint, Nvdimm, OnFailure};
+use crate::nvdimm::{FlushHint, Nvdimm};
 use crate::persist::{FirstFailure, Persist, ReadOnly, Watched};
 use crate::pool::btt_loss::BttLoss;
 use crate::pool::{PmPool, PoolVolume, VolumeDisk, VolumeExtent};
@@ -90,8 +90,6 @@ pub struct BuiltVolume {
     pub compactor: Option<Compactor>,
     /// Counters of the holes that the guest can fill.
     pub holes: Option<Arc<HoleMetrics>>,
-    /// Device that receives stores to holes of emulated instructions.
-    pub emulated_stores: Option<BusRange>,
 }
 
 /// Sizes of an attached volume. The value does not keep the volume open.
@@ -179,7 +177,6 @@ struct MappedVolume<'a> {
     flushes: bool,
     /// Counters of the holes that the guest can fill.
     holes: Option<Arc<HoleMetrics>>,
-    emulated_stores: Option<BusRange>,
 }
 
 impl<'a> MappedVolume<'a> {
@@ -196,9 +193,8 @@ impl<'a> MappedVolume<'a> {
         let volume: Arc<dyn PoolVolume> = Arc::from(volume);
         let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
         let (extents, len_bytes) = (volume.extents(), volume.size_bytes());
-        let on_failure = store_failure(config, &watched, context);
         let holes = match volume.is_thin() && !config.readonly {
-            true => Some(hole_source(config, pool, &volume, on_failure.clone(), context)),
+            true => Some(hole_source(config, pool, &volume, &watched, context)),
             false => None,
         };
         let metrics = holes.as_ref().map(|holes| Arc::clone(&holes.metrics));
@@ -211,15 +207,7 @@ impl<'a> MappedVolume<'a> {
             let metrics = Arc::clone(metrics);
             context.trims.add(Arc::new(MappedThinVolume { name, volume, access, metrics }));
         }
-        let emulated_stores = match &metrics {
-            Some(_) => {
-                let GuestRange { start, len } = mapped.guest();
-                let device = Arc::new(EmulatedStores(Box::new(on_failure)));
-                Some(context.mmio.attach(start, len, device)?)
-            }
-            None => None,
-        };
-        Ok(Self { config, volume, watched, mapped, flushes, holes: metrics, emulated_stores })
+        Ok(Self { config, volume, watched, mapped, flushes, holes: metrics })
     }
 
     fn sizes(&self) -> Sizes {
@@ -243,7 +231,6 @@ impl<'a> MappedVolume<'a> {
             volume: Some(self.volume),
             compactor: None,
             holes: self.holes,
-            emulated_stores: self.emulated_stores,
         })
     }
 }
@@ -270,7 +257,7 @@ fn hole_source(
     config: &PmVolumeConfig,
     pool: &Arc<dyn PmPool>,
     volume: &Arc<dyn PoolVolume>,
-    on_failure: impl Fn(String) + Send + 'static,
+    watched: &Arc<Watched>,
     context: &DeviceContext,
 ) -> HoleSource {
     // A store cannot fail, so it waits with any `on_full`.
@@ -282,7 +269,7 @@ fn hole_source(
         metrics: Arc::default(),
         waits: Arc::clone(&context.store_waits),
         on_full: full_handler(&waiting, context).notify,
-        on_failure: Box::new(on_failure),
+        on_failure: Arc::new(store_failure(config, watched, context)),
     }
 }
 
@@ -292,7 +279,7 @@ fn store_failure(
     config: &PmVolumeConfig,
     watched: &Arc<Watched>,
     context: &DeviceContext,
-) -> impl Fn(String) + Clone + Send + Sync + use<> {
+) -> impl Fn(String) + Send + Sync + use<> {
     let (name, stop, watched) = (config.name.clone(), stop_guest(context), Arc::clone(watched));
     let inhibitor = Arc::clone(&context.inhibitor);
     move |reason| {
@@ -302,22 +289,6 @@ fn store_failure(
         stop(format!("store to volume {name} failed: {reason}"));
         // vCPUs that are in the guest must not continue there.
         inhibitor.stop();
-    }
-}
-
-/// Receives stores that KVM executes for an instruction that it emulates, if they find no space.
-/// The instruction then ends without the store, so it cannot wait.
-struct EmulatedStores(OnFailure);
-
-impl BusDevice for EmulatedStores {
-    fn read(&self, _offset: u64, data: &mut [u8]) {
-        data.fill(0);
-    }
-
-    fn write(&self, _offset: u64, _data: &[u8]) {
-        (self.0)(
-            "the pool is full, and the store of an emulated instruction cannot wait".to_owned(),
-        );
     }
 }
 
@@ -424,15 +395,7 @@ fn build_virtio_blk(
         true => Some(Compactor::start(compacted, Arc::clone(pool), place.min_free_bytes)?),
         false => None,
     };
-    Ok(BuiltVolume {
-        sizes,
-        failure,
-        device,
-        volume: None,
-        compactor,
-        holes: None,
-        emulated_stores: None,
-    })
+    Ok(BuiltVolume { sizes, failure, device, volume: None, compactor, holes: None })
 }
 
 fn full_handler(config: &PmVolumeConfig, context: &DeviceContext) -> FullHandler {
@@ -522,7 +485,7 @@ mod tests {
         entered.recv_timeout(Duration::from_secs(20)).unwrap();
         let config = PmVolumeConfig::parse("pool=/p,name=v").unwrap();
         let watched = Watched::new(Arc::new(ReadOnly));
-        EmulatedStores(Box::new(store_failure(&config, &watched, &context))).write(0, &[1]);
+        store_failure(&config, &watched, &context)("the pool is full".to_owned());
         let (reason, is_set, is_any_in_guest) = paused.try_recv().unwrap();
         assert!(reason.contains("volume v failed: the pool is full"), "{reason}");
         assert!(is_set && is_any_in_guest);

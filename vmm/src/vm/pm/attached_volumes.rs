@@ -29,17 +29,13 @@ pub(in crate::vm) struct Opened {
 impl Opened {
     /// Splits a built volume into its device and the opened volume.
     pub(in crate::vm) fn of(built: BuiltVolume) -> (VolumeDevice, Self) {
-        let BuiltVolume { sizes, failure, device, volume, compactor, holes, emulated_stores } =
-            built;
+        let BuiltVolume { sizes, failure, device, volume, compactor, holes } = built;
         let mut opened = Self { sizes, failure, holes, held: Vec::new() };
         if let Some(volume) = volume {
             opened.hold(volume);
         }
         if let Some(compactor) = compactor {
             opened.hold(compactor);
-        }
-        if let Some(emulated_stores) = emulated_stores {
-            opened.hold(emulated_stores);
         }
         (device, opened)
     }

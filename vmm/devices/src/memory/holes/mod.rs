@@ -11,6 +11,7 @@
 //! of the volume, because these chunks could otherwise be the space that a store lacks.
 
 mod chunk_access;
+mod emulated_stores;
 mod stock;
 mod store_waits;
 #[cfg(test)]
@@ -31,6 +32,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 pub use self::chunk_access::ChunkAccess;
 use self::chunk_access::{Orders, Withdrawn};
+pub use self::emulated_stores::EmulatedStores;
 use self::stock::{Step, Stock, Taken};
 pub use self::store_waits::StoreWaits;
 pub use self::userfault::{UserfaultDevice, Userfaults};
@@ -70,6 +72,9 @@ impl HoleMetrics {
     }
 }
 
+/// Prevents the guest from continuing, for a reason.
+pub type OnFailure = Arc<dyn Fn(String) + Send + Sync>;
+
 /// Thin volume that the guest may write, and actions for stores that cannot be carried out.
 pub struct HoleSource {
     pub device: Arc<UserfaultDevice>,
@@ -82,7 +87,7 @@ pub struct HoleSource {
     pub on_full: Box<dyn Fn() + Send>,
     /// Called with the reason when the first store does not reach the pool. Must prevent the guest
     /// from continuing.
-    pub on_failure: Box<dyn Fn(String) + Send>,
+    pub on_failure: OnFailure,
 }
 
 /// Volume with chunks that are allocated before the guest stores into them.

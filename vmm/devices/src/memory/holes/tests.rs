@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::*;
+use crate::bus::Bus;
 use crate::memory::MemoryError;
 use crate::memory::backing::MappingBudget;
 use crate::memory::file_ranges::{FileMapping, FileRanges};
@@ -149,7 +150,7 @@ fn source_with(
         metrics,
         waits: Arc::default(),
         on_full: Box::new(move || full(None)),
-        on_failure: Box::new(move |reason| report(Some(reason))),
+        on_failure: Arc::new(move |reason| report(Some(reason))),
     };
     (source, reports, folder)
 }
@@ -621,6 +622,25 @@ fn devices_do_not_reach_holes_that_the_guest_fills() {
     assert_eq!(budget.used(), CHUNKS as usize);
     drop(range);
     assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn emulated_stores_are_reported_until_the_guest_loses_the_range() {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(RANGE.len).unwrap();
+    for (calls_left, count) in [(None, 0), (Some(1), 1)] {
+        let table = FakeSlots { calls_left: Mutex::new(calls_left), ..FakeSlots::default() };
+        let (view, slots) =
+            (GuestView::new(GuestMemoryMmap::new()), Slots::new(Arc::new(table), 8));
+        let ranges = FileRanges::new(view, Arc::new(slots), Arc::new(MappingBudget::new(1)));
+        let mapping = FileMapping::of_file(file.as_fd(), RANGE.len, Access::ReadWrite);
+        let mut range = ranges.add(RANGE, mapping).unwrap();
+        let (bus, (source, ..)) = (Arc::new(Bus::default()), source([]));
+        let stores = Arc::new(EmulatedStores::new(&source));
+        range.hold_emulated_stores(bus.attach(RANGE.start, RANGE.len, stores).unwrap());
+        drop(range);
+        assert_eq!(bus.count(), count);
+    }
 }
 
 #[test]
