@@ -104,15 +104,24 @@ struct Stocked {
 struct State {
     stock: Stock,
     is_ended: bool,
-    /// Broken variant: withdrawn chunks stay in the stock.
     #[cfg(test)]
-    keeps_withdrawn: bool,
-    /// Broken variant: chunks are allocated in advance beyond the reserve.
-    #[cfg(test)]
-    ignores_reserve: bool,
-    /// Broken variant: stores that find no space reach memory of this process.
-    #[cfg(test)]
-    ignores_full: bool,
+    broken: Option<Broken>,
+}
+
+/// Broken variant.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Broken {
+    /// Withdrawn chunks stay in the stock.
+    KeepsWithdrawn,
+    /// Chunks are allocated in advance beyond the reserve.
+    IgnoresReserve,
+    /// Stores that find no space reach memory of this process.
+    IgnoresFull,
+    /// Stores that find no space wait in the kernel.
+    WaitsInKernel,
+    /// Stores into a hole fail even after its wait was forgotten.
+    FailsAfterWait,
 }
 
 /// Threads that fill the holes of a mapped volume. They end when the value is dropped. Drop it only
@@ -200,7 +209,7 @@ impl Stocked {
         let _no_other = self.allocating.lock();
         let has_reserve = self.volume.allocated_bytes() < self.volume.reserve_bytes();
         #[cfg(test)]
-        let has_reserve = has_reserve || self.state.lock().ignores_reserve;
+        let has_reserve = has_reserve || self.is_broken(Broken::IgnoresReserve);
         has_reserve && self.volume.provision(index).is_ok()
     }
 
@@ -257,11 +266,16 @@ impl Stocked {
     /// Removes the chunk at `index` from the stock, without a store.
     fn forget(&self, index: u32) {
         #[cfg(test)]
-        if self.state.lock().keeps_withdrawn {
+        if self.is_broken(Broken::KeepsWithdrawn) {
             return;
         }
         self.update(|stock| stock.forget(index));
         self.wait_for_release(index);
+    }
+
+    #[cfg(test)]
+    fn is_broken(&self, variant: Broken) -> bool {
+        self.state.lock().broken == Some(variant)
     }
 
     fn wait_for_release(&self, index: u32) {
@@ -396,25 +410,32 @@ impl Server {
         if store.retry_at.replace(Instant::now() + RETRY_INTERVAL).is_none() {
             self.source.metrics.full_writes.fetch_add(1, Ordering::Relaxed);
             self.source.metrics.waiting.fetch_add(1, Ordering::SeqCst);
-            self.source.waits.begin(|| self.forbid_stores(store.index))?;
+            self.source.waits.begin(|| self.allow_stores(store.index, false))?;
             self.wake(store.index);
         }
         self.report_full();
         Ok(())
     }
 
-    fn forbid_stores(&self, index: u32) -> io::Result<()> {
+    /// Sets whether stores into a hole are reported or fail.
+    fn allow_stores(&self, index: u32, allow: bool) -> io::Result<()> {
         let offset = u64::from(index) * CHUNK_BYTES;
         #[cfg(test)]
-        if self.stocked.state.lock().ignores_full {
-            return self.reservation.map_anonymous(offset, CHUNK_BYTES);
+        match (self.stocked.state.lock().broken, allow) {
+            (Some(Broken::IgnoresFull), false) => {
+                return self.reservation.map_anonymous(offset, CHUNK_BYTES);
+            }
+            (Some(Broken::WaitsInKernel), false) | (Some(Broken::FailsAfterWait), true) => {
+                return Ok(());
+            }
+            _ => {}
         }
-        self.reservation.allow_stores(offset, CHUNK_BYTES, false)
+        self.reservation.allow_stores(offset, CHUNK_BYTES, allow)
     }
 
     fn end_wait(&self) {
-        self.source.metrics.waiting.fetch_sub(1, Ordering::SeqCst);
         self.source.waits.end();
+        self.source.metrics.waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// After the vCPUs were resumed, stores into holes without space are reported again, so that
@@ -425,10 +446,9 @@ impl Server {
             return;
         }
         waiting.retain(|store| {
-            let offset = u64::from(store.index) * CHUNK_BYTES;
             // After an error, the store is retried.
-            let is_forgotten = store.retry_at.is_some()
-                && self.reservation.allow_stores(offset, CHUNK_BYTES, true).is_ok();
+            let is_forgotten =
+                store.retry_at.is_some() && self.allow_stores(store.index, true).is_ok();
             if is_forgotten {
                 self.end_wait();
             }

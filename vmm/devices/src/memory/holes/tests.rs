@@ -163,20 +163,36 @@ impl Rig {
     /// Overcommitted volume in a pool in which `free_chunks` are free, and the rest belongs to the
     /// volume `other`.
     fn overcommitted(reserve_chunks: u64, free_chunks: u64) -> Self {
+        Self::of(Self::overcommitted_source(reserve_chunks, free_chunks))
+    }
+
+    fn overcommitted_source(
+        reserve_chunks: u64,
+        free_chunks: u64,
+    ) -> (HoleSource, mpsc::Receiver<Report>, TempDir) {
         let source = source_with(Some(reserve_chunks), []);
         let pool = &source.0.pool;
         let other_bytes = pool.info().available_bytes() - free_chunks * CHUNK_BYTES;
         let options = VolumeOptions::thick(other_bytes, VolumeFormat::Raw);
         pool.create_volume("other", options).unwrap();
-        Self::of(source)
+        source
     }
 
-    fn of((source, reports, folder): (HoleSource, mpsc::Receiver<Report>, TempDir)) -> Self {
+    fn of(source: (HoleSource, mpsc::Receiver<Report>, TempDir)) -> Self {
+        Self::with_zeros(source, false)
+    }
+
+    /// The holes have pages of zeros if `is_populated`, as before Linux 6.4.
+    fn with_zeros(
+        (source, reports, folder): (HoleSource, mpsc::Receiver<Report>, TempDir),
+        is_populated: bool,
+    ) -> Self {
         let pool = Arc::clone(&source.pool);
         let (volume, metrics) = (Arc::clone(&source.volume), Arc::clone(&source.metrics));
         let waits = Arc::clone(&source.waits);
         let reservation = Arc::new(Reservation::new(volume.size_bytes(), CHUNK_BYTES).unwrap());
-        let userfaults = source.device.create().unwrap();
+        let mut userfaults = source.device.create().unwrap();
+        userfaults.protects_absent &= !is_populated;
         userfaults.map_zeros(&reservation, 0, volume.size_bytes()).unwrap();
         let (of, is_mapped) = (Arc::clone(&reservation), vec![false; CHUNKS as usize]);
         let filler = HoleFiller::start(source, userfaults, of, is_mapped, Access::ReadWrite);
@@ -189,13 +205,22 @@ impl Rig {
     }
 
     /// Stores a word as a vCPU does, which waits in user space while the pool is full.
-    fn vcpu(&self, offset: u64, word: u64) -> std::thread::JoinHandle<()> {
+    fn vcpu(&self, offset: u64, word: u64) -> std::thread::JoinHandle<usize> {
         let (at, waits) = (self.reservation.addr() + offset, Arc::clone(&self.waits));
-        std::thread::spawn(move || store_as_vcpu(at, word, &waits, || true))
+        std::thread::spawn(move || store_as_vcpu(at, word, &waits))
     }
 
-    fn store_as_vcpu(&self, offset: u64, word: u64) {
-        self.vcpu(offset, word).join().unwrap();
+    /// Returns the number of attempts.
+    fn store_as_vcpu(&self, offset: u64, word: u64) -> usize {
+        self.vcpu(offset, word).join().unwrap()
+    }
+
+    fn wait_for_waiting(&self, holes: u64) {
+        wait_until(|| self.metrics.waiting.load(Ordering::SeqCst) == holes);
+    }
+
+    fn break_as(&self, broken: Broken) {
+        self.filler.as_ref().unwrap().stocked.state.lock().broken = Some(broken);
     }
 
     fn load(&self, offset: u64) -> u64 {
@@ -209,16 +234,8 @@ impl Rig {
     /// Waits until the stock has nothing to do. Returns the number of its chunks.
     fn idle_stock(&self) -> usize {
         let stocked = &self.filler.as_ref().unwrap().stocked;
-        let end = Instant::now() + Duration::from_secs(20);
-        loop {
-            let state = stocked.state.lock();
-            if state.stock.is_idle() {
-                return state.stock.len();
-            }
-            drop(state);
-            assert!(Instant::now() < end, "the stock is never idle");
-            std::thread::yield_now();
-        }
+        wait_until(|| stocked.state.lock().stock.is_idle());
+        stocked.state.lock().stock.len()
     }
 
     /// Ends the filling, and returns words of the stored volume.
@@ -239,30 +256,46 @@ fn store(address: u64, word: u64) {
     unsafe { (address as *mut u64).write_volatile(word) }
 }
 
-/// Lets the kernel store a word, as KVM does, and repeats this if it fails for lack of space and
-/// `may_repeat` allows it.
-fn store_as_vcpu(
-    address: u64,
-    word: u64,
-    waits: &StoreWaits,
-    mut may_repeat: impl FnMut() -> bool,
-) {
+/// Result of a vCPU's attempt to store.
+#[derive(Debug, PartialEq, Eq)]
+enum Attempt {
+    Stored,
+    LacksSpace,
+    Unexplained,
+}
+
+/// Lets the kernel store a word, as KVM does.
+fn try_store(address: u64, word: u64, waits: &StoreWaits) -> Attempt {
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&word.to_ne_bytes(), 0).unwrap();
-    loop {
-        let (stored, lacked_space) = waits.attempt(|| {
-            // SAFETY: the kernel writes to a mapped word, to which no reference points.
-            unsafe { libc::pread(file.as_raw_fd(), address as *mut _, 8, 0) }
-        });
-        if stored == 8 {
-            return;
+    let (stored, lacked_space) = waits.attempt(|| {
+        // SAFETY: the kernel writes to a mapped word, to which no reference points.
+        unsafe { libc::pread(file.as_raw_fd(), address as *mut _, 8, 0) }
+    });
+    if stored == 8 {
+        return Attempt::Stored;
+    }
+    assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+    if lacked_space { Attempt::LacksSpace } else { Attempt::Unexplained }
+}
+
+/// Repeats a store as a vCPU does while it lacks space. Returns the number of attempts.
+fn store_as_vcpu(address: u64, word: u64, waits: &StoreWaits) -> usize {
+    for attempts in 1.. {
+        match try_store(address, word, waits) {
+            Attempt::Stored => return attempts,
+            Attempt::LacksSpace => waits.wait(),
+            Attempt::Unexplained => panic!("nothing explains the failure"),
         }
-        assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
-        assert!(lacked_space, "nothing explains the failure");
-        if !may_repeat() {
-            return;
-        }
-        waits.wait();
+    }
+    unreachable!("a store succeeds or fails")
+}
+
+fn wait_until(mut is_reached: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !is_reached() {
+        assert!(Instant::now() < end, "the state is never reached");
+        std::thread::yield_now();
     }
 }
 
@@ -302,9 +335,7 @@ fn consecutive_stores_use_the_stock_and_its_rest_is_released() {
     let mut rig = Rig::new([]);
     rig.store(0, 1);
     rig.store(CHUNK_BYTES, 2);
-    while rig.metrics.stocked.load(Ordering::Relaxed) < 4 {
-        std::thread::yield_now();
-    }
+    wait_until(|| rig.metrics.stocked.load(Ordering::Relaxed) == 4);
     assert_eq!(rig.metrics.unstocked.load(Ordering::Relaxed), 2);
     let mut offset = 2 * CHUNK_BYTES;
     while offset < 6 * CHUNK_BYTES {
@@ -349,8 +380,9 @@ fn store_waits_while_the_pool_is_full() {
     }
     let rig = Rig::new([full(), full()]);
     assert_eq!(rig.metrics.has_space_for_waiting(), None);
-    rig.store_as_vcpu(CHUNK_BYTES, 7);
+    assert!(rig.store_as_vcpu(CHUNK_BYTES, 7) > 1);
     assert_eq!(rig.reports.try_recv(), Ok((None, Some(false))));
+    rig.wait_for_waiting(0);
     assert_eq!(rig.metrics.has_space_for_waiting(), None);
     assert!(rig.reports.try_recv().is_err(), "the second attempt follows within a second");
     assert_eq!(rig.stored(&[CHUNK_BYTES]), [7]);
@@ -361,11 +393,15 @@ fn store_beyond_the_reserve_waits_until_the_pool_has_space() {
     if is_skipped() {
         return;
     }
-    for is_broken in [false, true] {
+    for (broken, word, is_repeated) in [
+        (None, 7, true),
+        (Some(Broken::IgnoresFull), 0, false),
+        (Some(Broken::WaitsInKernel), 7, false),
+    ] {
         let rig = Rig::of(source_with(Some(0), [full(), full()]));
-        rig.filler.as_ref().unwrap().stocked.state.lock().ignores_full = is_broken;
-        rig.store_as_vcpu(CHUNK_BYTES, 7);
-        assert_eq!(rig.stored(&[CHUNK_BYTES]), [if is_broken { 0 } else { 7 }]);
+        broken.into_iter().for_each(|broken| rig.break_as(broken));
+        assert_eq!(rig.store_as_vcpu(CHUNK_BYTES, 7) > 1, is_repeated, "{broken:?}");
+        assert_eq!(rig.stored(&[CHUNK_BYTES]), [word], "{broken:?}");
     }
     let rig = Rig::overcommitted(2, 1);
     for index in 0..3 {
@@ -380,8 +416,9 @@ fn store_beyond_the_reserve_waits_until_the_pool_has_space() {
     assert_eq!(rig.metrics.waiting.load(Ordering::SeqCst), 1, "one hole lacks space");
     assert_eq!((rig.allocated_chunks(), rig.load(6 * CHUNK_BYTES + 8)), (3, 0));
     rig.pool.delete_volume("other").unwrap();
-    waiting.into_iter().for_each(|thread| thread.join().unwrap());
-    assert_eq!(rig.metrics.has_space_for_waiting(), None);
+    let attempts = waiting.into_iter().map(|thread| thread.join().unwrap());
+    assert!(attempts.sum::<usize>() > 2, "no vCPU repeated its store");
+    rig.wait_for_waiting(0);
     assert_eq!(rig.metrics.full_writes.load(Ordering::Relaxed), 1);
     let offsets = [0, 4, 8, 6].map(|index| index * CHUNK_BYTES);
     let words = offsets.map(|offset| if offset == 6 * CHUNK_BYTES { offset + 8 } else { offset });
@@ -393,24 +430,28 @@ fn store_that_no_vcpu_repeats_is_forgotten_after_a_resume() {
     if is_skipped() {
         return;
     }
-    let rig = Rig::overcommitted(0, 0);
-    let at = rig.reservation.addr() + CHUNK_BYTES;
-    let wait_for = |waiting| {
-        while rig.metrics.waiting.load(Ordering::SeqCst) != waiting {
-            std::thread::yield_now();
+    for (is_populated, is_broken) in [(false, false), (true, false), (false, true), (true, true)] {
+        let rig = Rig::with_zeros(Rig::overcommitted_source(0, 0), is_populated);
+        if is_broken {
+            rig.break_as(Broken::FailsAfterWait);
         }
-    };
-    store_as_vcpu(at, 7, &rig.waits, || false);
-    wait_for(1);
-    rig.waits.vcpus_will_run();
-    wait_for(0);
-    assert_eq!((rig.waits.attempt(|| ()).1, rig.allocated_chunks()), (false, 0));
-    // Another store there waits again, and reaches the pool.
-    let waiting = rig.vcpu(CHUNK_BYTES, 8);
-    wait_for(1);
-    rig.pool.delete_volume("other").unwrap();
-    waiting.join().unwrap();
-    assert_eq!(rig.stored(&[CHUNK_BYTES]), [8]);
+        let at = rig.reservation.addr() + CHUNK_BYTES;
+        assert_eq!(try_store(at, 7, &rig.waits), Attempt::LacksSpace);
+        rig.wait_for_waiting(1);
+        rig.waits.vcpus_will_run();
+        rig.wait_for_waiting(0);
+        assert_eq!((rig.waits.attempt(|| ()).1, rig.allocated_chunks()), (false, 0));
+        // Another store there waits again, and reaches the pool.
+        if is_broken {
+            assert_eq!(try_store(at, 8, &rig.waits), Attempt::Unexplained);
+            continue;
+        }
+        let waiting = rig.vcpu(CHUNK_BYTES, 8);
+        rig.wait_for_waiting(1);
+        rig.pool.delete_volume("other").unwrap();
+        waiting.join().unwrap();
+        assert_eq!(rig.stored(&[CHUNK_BYTES]), [8]);
+    }
 }
 
 #[test]
@@ -419,7 +460,7 @@ fn store_that_waits_does_not_outlive_the_volume() {
         return;
     }
     let mut rig = Rig::overcommitted(0, 0);
-    store_as_vcpu(rig.reservation.addr(), 7, &rig.waits, || false);
+    assert_eq!(try_store(rig.reservation.addr(), 7, &rig.waits), Attempt::LacksSpace);
     assert!(rig.waits.attempt(|| ()).1);
     rig.filler = None;
     assert!(!rig.waits.attempt(|| ()).1);
@@ -432,7 +473,9 @@ fn stock_does_not_exceed_the_reserve() {
     }
     for (is_broken, stocked) in [(false, 1), (true, 4)] {
         let rig = Rig::overcommitted(3, 3);
-        rig.filler.as_ref().unwrap().stocked.state.lock().ignores_reserve = is_broken;
+        if is_broken {
+            rig.break_as(Broken::IgnoresReserve);
+        }
         rig.store(0, 1);
         rig.store(CHUNK_BYTES, 1);
         assert_eq!(rig.idle_stock(), stocked);
@@ -548,9 +591,7 @@ fn withdrawn_chunk_keeps_its_data_or_becomes_a_hole() {
     rig.store(chunk(0).start, 1);
     rig.store(chunk(1).start, 1);
     rig.store(chunk(2).start, 1);
-    while rig.metrics.stocked.load(Ordering::Relaxed) < 4 {
-        std::thread::yield_now();
-    }
+    wait_until(|| rig.metrics.stocked.load(Ordering::Relaxed) == 4);
     rig.volume.release(5).unwrap();
     assert!(!waiting.is_finished(), "the store waits");
     access.give_back(&[chunk(3), chunk(5)]).unwrap();
@@ -571,12 +612,12 @@ fn chunk_that_is_given_back_leaves_the_stock() {
     for is_broken in [false, true] {
         let rig = Rig::new([]);
         let filler = rig.filler.as_ref().unwrap();
-        filler.stocked.state.lock().keeps_withdrawn = is_broken;
+        if is_broken {
+            rig.break_as(Broken::KeepsWithdrawn);
+        }
         rig.store(0, 1);
         rig.store(CHUNK_BYTES, 1);
-        while rig.metrics.stocked.load(Ordering::Relaxed) < 4 {
-            std::thread::yield_now();
-        }
+        wait_until(|| rig.metrics.stocked.load(Ordering::Relaxed) == 4);
         let (access, chunk) = (filler.chunk_access(), 3 * CHUNK_BYTES..4 * CHUNK_BYTES);
         access.withdraw(std::slice::from_ref(&chunk)).unwrap();
         access.give_back(std::slice::from_ref(&chunk)).unwrap();
