@@ -523,7 +523,7 @@ impl Runner {
             Ok(VcpuExit::Intr) => {}
             // KVM may describe the access of an EFAULT (KVM_CAP_MEMORY_FAULT_INFO).
             Ok(VcpuExit::MemoryFault { .. }) => {
-                return self.handle_error(kvm_ioctls::Error::new(libc::EFAULT), ended_waits);
+                return self.handle_error(kvm_ioctls::Error::new(libc::EFAULT), lacked_space);
             }
             Ok(VcpuExit::Shutdown) => {
                 return Next::Park(VcpuEvent::TripleFault { index: self.index, rip: self.rip() });

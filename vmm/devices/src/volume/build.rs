@@ -88,7 +88,7 @@ pub struct BuiltVolume {
     pub volume: Option<Arc<dyn PoolVolume>>,
     /// Compacts a thin volume that the guest may write.
     pub compactor: Option<Compactor>,
-    /// Counters of the holes that the guest can fill.
+    /// Counters of the holes that stores of the guest fill.
     pub holes: Option<Arc<HoleMetrics>>,
 }
 
@@ -175,7 +175,7 @@ struct MappedVolume<'a> {
     mapped: MappedFile,
     /// Set if the VMM must execute each flush of the guest.
     flushes: bool,
-    /// Counters of the holes that the guest can fill.
+    /// Counters of the holes that stores of the guest fill.
     holes: Option<Arc<HoleMetrics>>,
 }
 

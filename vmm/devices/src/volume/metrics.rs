@@ -136,7 +136,7 @@ impl VolumeMetrics {
     }
 
     /// Returns how often a write, or a store into a hole, has found no space. `None` for a mapped
-    /// volume without holes that the guest can fill.
+    /// volume without holes that stores of the guest fill.
     fn full_writes(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioBlk { disk, .. } => Some(get(&disk.full_writes)),

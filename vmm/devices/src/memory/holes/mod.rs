@@ -81,9 +81,9 @@ pub struct HoleSource {
     pub pool: Arc<dyn PmPool>,
     pub volume: Arc<dyn PoolVolume>,
     pub metrics: Arc<HoleMetrics>,
-    /// Waits of all volumes of the VM.
+    /// Stores of all volumes of the VM that wait for space.
     pub waits: Arc<StoreWaits>,
-    /// Called every second while the pool is full and a store waits.
+    /// Called at most once a second while a store waits for space.
     pub on_full: Box<dyn Fn() + Send>,
     /// Called with the reason when the first store does not reach the pool. Must prevent the guest
     /// from continuing.
@@ -284,7 +284,7 @@ impl Stocked {
     }
 }
 
-/// Stores to a hole that wait.
+/// Hole into which stores wait.
 struct Store {
     index: u32,
     since: Instant,
@@ -315,7 +315,7 @@ struct Server {
     access: Access,
     /// Time of the last report of a full pool.
     reported: Option<Instant>,
-    /// Number of the vCPUs' resumes that were noticed.
+    /// Value of [`StoreWaits::resumes`] at the last check.
     resumes: u64,
     /// Set when a store has not reached the pool.
     has_failed: bool,
@@ -385,7 +385,7 @@ impl Server {
                 self.source.metrics.unstocked.fetch_add(1, Ordering::Relaxed);
             }
             match self.fill_before_stock(store.index, is_stocked) {
-                // Only now, so that the store gets the reserve first.
+                // The stock is filled after the store, so that the store gets the reserve first.
                 Ok(()) => self.stocked.update(|stock| {
                     stock.expect_after(store.index, is_stocked, &self.is_mapped);
                 }),

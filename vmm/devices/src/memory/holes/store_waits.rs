@@ -19,7 +19,7 @@ const REPEAT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 #[derive(Debug, Default)]
 pub struct StoreWaits {
     holes: AtomicU64,
-    /// Number of holes into which vCPUs can store again.
+    /// Number of holes whose waits have ended.
     ended: AtomicU64,
     /// Number of times at which the vCPUs were resumed.
     resumes: AtomicU64,
@@ -58,7 +58,7 @@ impl StoreWaits {
         forbid()
     }
 
-    /// Records that stores into a hole succeed again. Call this when they do.
+    /// Records that stores into a hole succeed again. Call this after the hole is mapped.
     pub(super) fn end(&self) {
         #[cfg(test)]
         if self.broken == Some(Broken::RemovesFirst) {
