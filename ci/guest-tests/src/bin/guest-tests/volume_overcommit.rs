@@ -19,7 +19,7 @@ use crate::volume_thin::{
 use crate::zones::MIB;
 
 guest_tests::tests![
-    store_in_a_full_pool_pauses_the_vm_until_it_grows: 400 on [V6_12, V6_1 long] x 2 =>
+    store_in_a_full_pool_pauses_the_vm_until_it_grows: 400 on [V6_12, V6_1 extended] x 2 =>
         store_pauses_the_vm_until_the_pool_grows("nvdimm"),
     store_by_virtio_pmem_pauses_the_vm_until_the_pool_grows: 600 (long) =>
         store_pauses_the_vm_until_the_pool_grows("virtio-pmem"),

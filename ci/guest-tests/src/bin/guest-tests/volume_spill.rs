@@ -15,7 +15,7 @@ use crate::zones::{MIB, wait_until_plugged, zone};
 guest_tests::tests![
     writes_get_borrowed_memory_although_the_guest_keeps_it: 400 x 2 =>
         writes_get_borrowed_memory("virtio-blk", "/dev/vda", None).map(drop),
-    writes_get_borrowed_memory_on_6_1: 400 (long) on [V6_1] =>
+    writes_get_borrowed_memory_on_6_1: 400 (extended) on [V6_1] =>
         writes_get_borrowed_memory("virtio-blk", "/dev/vda", None).map(drop),
     borrowed_memory_is_moved_to_a_file_on_a_disk: 400 x 2 => memory_is_moved_to_a_disk(),
     borrowed_memory_is_moved_to_dram_when_its_file_system_is_full: 400 (long) =>
