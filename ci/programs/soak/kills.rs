@@ -14,7 +14,7 @@ pub(crate) enum Volume {
     Thick,
     Thin,
     Raw,
-    /// Thin volume, of which the VMM moves or releases chunks.
+    /// Thin volume. The VMM moves or releases its chunks.
     Loaded(Load),
 }
 

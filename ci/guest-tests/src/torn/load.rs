@@ -31,15 +31,14 @@ const SCATTERED_VERSION: u64 = 1;
 /// Names of the files that are deleted.
 const FILES: &str = "1 2 3 4";
 
-/// The pool of a compaction has 172 MiB besides its metadata, of which the volume uses 40 to 60
-/// MiB.
+/// The pool of a compaction has 172 MiB besides its metadata. The volume uses 40 to 60 MiB of them.
 const COMPACTION_ZONE_MIB: u64 = 96;
-/// The pool of a spill has 140 MiB besides its metadata, of which the volume was promised 64 MiB.
+/// The pool of a spill has 140 MiB besides its metadata, and has promised 64 MiB to the volume.
 /// The less remains, the less a slow guest has to write before the VMM moves memory.
 const SPILL_ZONE_MIB: u64 = 120;
-/// With Redis, the pool has 124 MiB besides its metadata, of which the volume was promised 64 MiB.
+/// With Redis, the pool has 124 MiB besides its metadata, and has promised 64 MiB to the volume.
 const REDIS_ZONE_MIB: u64 = 112;
-/// Plugged memory, of which a part is lent from promised space: 60 MiB are not promised.
+/// Plugged memory that includes promised space: only 60 MiB are not promised.
 const REDIS_BORROWS_MIB: u64 = 72;
 /// Memory that Redis fills: the guest's DRAM of 256 MiB and a part of the zone.
 const REDIS_MIB: u64 = 280;

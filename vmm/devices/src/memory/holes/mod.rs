@@ -220,8 +220,7 @@ impl Stocked {
         self.volume.provision(index)
     }
 
-    /// Makes the chunk that has waited longest for a store a hole again. Returns false if there is
-    /// none.
+    /// Releases the chunk that was stocked first. Returns false if the stock is empty.
     fn release_oldest(&self) -> bool {
         let Some(index) = self.update(Stock::pop_oldest) else { return false };
         // If the pool has failed, the chunk stays allocated, and reads as zeros.

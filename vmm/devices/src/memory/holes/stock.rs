@@ -105,7 +105,7 @@ impl Stock {
         self.stocked.len()
     }
 
-    /// Returns true if there is no step in the background.
+    /// Returns true if no step is wanted or in progress, and the stock is not too large.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         self.wanted.is_empty() && self.in_progress.is_none() && self.stocked.len() <= MAX_STOCKED
