@@ -186,8 +186,8 @@ fn owner_bits(owner: Owner) -> u64 {
     }
 }
 
-/// Returns the owner if a wear word can contain a copy of it. The exceptions are chunks beyond 2 TiB
-/// of a volume, and volumes in slots above 1021.
+/// Returns the owner if a wear word can contain a copy of it. The exceptions are chunks beyond 2
+/// TiB of a volume, and volumes in slots above 1021.
 pub(crate) fn copy_of(owner: Owner) -> Option<Owner> {
     Some(owner).filter(|owner| copy_bits(*owner) != 0)
 }
